@@ -1,0 +1,109 @@
+"""The figures that this library set out to reach on one H200, as data: what, computed how, and the bar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cases import BN2D, BN2D_LARGE, GEMM_LARGE, GEMM_SCALE_BN, Case
+from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, Run
+from .suites import CUBLAS, FUSED
+
+Source = tuple[str, str]  # case, variant
+
+
+@dataclass(frozen=True)
+class Bar:
+    """value = factor * time(source) / time(over) - minus; without `over`, the time in ms.
+
+    Reached where value <= most, or value >= least.
+    """
+
+    what: str
+    source: Source
+    over: Source | None
+    most: float | None = None
+    least: float | None = None
+    factor: float = 1.0
+    minus: float = 0.0
+    unit: str = "x"
+
+    @property
+    def text(self) -> str:
+        return f"<= {self.most:g} {self.unit}" if self.most is not None else f">= {self.least:g} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """reached is None where a row is missing; note says which, or that a result was wrong."""
+
+    bar: Bar
+    value: float | None
+    reached: bool | None
+    note: str = ""
+
+
+LARGE = Case(BN2D, BN2D_LARGE).name
+LARGE_EVAL = Case(BN2D, BN2D_LARGE, training=False).name
+MIDDLE = Case(BN2D, (16, 64, 256, 256)).name
+GEMM_TRAIN = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p).name for p in ("fp32", "tf32", "bf16")}
+GEMM_EVAL = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p, training=False).name for p in ("tf32", "bf16")}
+TINY = {mode: f"overhead BatchNorm2d 8x16x8x8 fp32 {mode}" for mode in ("train", "eval")}
+
+
+def _over(case: str, peer: str, most: float) -> Bar:
+    return Bar(f"{case}, time over {peer}'s", (case, OURS), (case, peer), most=most)
+
+
+def _faster(case: str, peer: str, least: float) -> Bar:
+    return Bar(f"{case}, faster than {peer}", (case, peer), (case, OURS), least=least)
+
+
+BARS = (
+    _over(LARGE, COMPILE, 1.05),
+    _faster(LARGE, EAGER, 2.6),
+    Bar(f"{MIDDLE}, time", (MIDDLE, OURS), None, most=0.21, unit="ms"),
+    _faster(MIDDLE, EAGER, 2.3),
+    _faster(MIDDLE, COMPILE, 2.3),
+    _over(LARGE_EVAL, COPY, 1.05),
+    *(
+        Bar(
+            f"moments in the epilogue, {precision}: GEMM with them over cuBLAS's without",
+            (f"kernels {GEMM_TRAIN[precision]}", FUSED),
+            (f"kernels {GEMM_TRAIN[precision]}", CUBLAS),
+            most=most,
+            factor=100,
+            minus=100,
+            unit="%",
+        )
+        for precision, most in (("tf32", 3.0), ("bf16", 5.0))
+    ),
+    _over(GEMM_TRAIN["tf32"], COMPILE, 1.02),
+    _over(GEMM_TRAIN["bf16"], COMPILE, 1.05),
+    _over(GEMM_TRAIN["fp32"], COMPILE, 1.0),
+    *(_over(GEMM_EVAL[precision], GEMM, 1.03) for precision in ("tf32", "bf16")),
+    *(
+        Bar(f"finalise kernel, {p}", (f"kernels {GEMM_TRAIN[p]}", "finalise"), None, most=8.0, factor=1e3, unit="us")
+        for p in ("tf32", "bf16")
+    ),
+    *(_over(case, EAGER, 1.5) for case in TINY.values()),
+)
+
+
+def judge(run: Run, bar: Bar) -> Outcome:
+    times = []
+    for source in (bar.source, bar.over):
+        if source is None:
+            times.append(1.0)
+            continue
+        row = run.find(*source)
+        if row is None:
+            return Outcome(bar, None, None, f"no row for {source[1]}")
+        if row.status != OK:
+            return Outcome(bar, None, False, f"{source[1]}: {row.status}")
+        times.append(row.ms or float("nan"))
+    value = bar.factor * times[0] / times[1] - bar.minus
+    return Outcome(bar, value, value <= bar.most if bar.most is not None else value >= bar.least)
+
+
+def judge_all(run: Run) -> list[Outcome]:
+    return [judge(run, bar) for bar in BARS]

@@ -1,0 +1,121 @@
+"""Errors against float64, and the contracts that they must meet.
+
+The oracle comes in slices of channels, so that it fits in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .cases import BN2D, Case
+
+# A slice of the oracle is at most this many float64 values (0.5 GiB).
+SLICE_VALUES = 1 << 26
+
+# |y - ref| <= tolerance * (1 + |ref|): KernelBench's rule (allclose with atol = rtol). TF32 has none: it misses fp32's.
+TOLERANCES = {"fp32": 1e-4, "tf32": None, "bf16": 1e-2, "fp16": 1e-2}
+
+# Against eager in the same precision; the small term forgives an eager result that happens to be exact.
+EAGER_FACTOR = 2.0
+SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Channels [begin, end): y in float64, and the running statistics that the step leaves behind."""
+
+    begin: int
+    end: int
+    y: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of y, and of the running statistics after the step."""
+
+    max_abs: float
+    relative: float  # Frobenius
+    excess: float  # max |y - ref| / (1 + |ref|)
+    state: float = 0.0  # relative error of running_mean and running_var
+
+
+def oracle(case: Case, model: nn.Module, x: Tensor) -> Iterator[Slice]:
+    """The case's result in float64 from the model's parameters and (not yet updated) running statistics."""
+    bn = model if case.kind == BN2D else model.bn
+    channels = bn.num_features
+    rows = x.numel() // x.shape[1] if case.kind == BN2D else x.shape[0]
+    step = max(1, min(channels, SLICE_VALUES // rows))
+    x64 = None if case.kind == BN2D else x.double()
+    for begin in range(0, channels, step):
+        part = slice(begin, min(begin + step, channels))
+        if x64 is None:
+            z = x[:, part].double()
+        else:
+            weight, bias = model.gemm.weight[part].double(), model.gemm.bias[part].double()
+            z = (x64 @ weight.t() + bias) * model.scale[part].double()
+        yield _normalise(z, bn, part, case.training)
+
+
+def _normalise(z: Tensor, bn: nn.BatchNorm1d | nn.BatchNorm2d, part: slice, training: bool) -> Slice:
+    mean, var = bn.running_mean[part].double(), bn.running_var[part].double()
+    running_mean, running_var = mean, var
+    shape = [1, -1] + [1] * (z.dim() - 2)
+    if training:
+        dims = [d for d in range(z.dim()) if d != 1]
+        var, mean = torch.var_mean(z, dims, correction=0)
+        count = z.numel() // z.shape[1]
+        running_mean = torch.lerp(running_mean, mean, bn.momentum)
+        running_var = torch.lerp(running_var, var * (count / (count - 1)), bn.momentum)
+    factor = bn.weight[part].double() * torch.rsqrt(var + bn.eps)
+    y = (z - mean.view(shape)) * factor.view(shape) + bn.bias[part].double().view(shape)
+    return Slice(part.start, part.stop, y, running_mean, running_var)
+
+
+def measure_error(y: Tensor, slices: Iterator[Slice], bn: nn.Module | None = None) -> Error:
+    """Compares y, and the running statistics of bn after the step, with the oracle."""
+    totals = torch.zeros(4, dtype=torch.float64, device=y.device)  # squared error and norm of y, then of the state
+    peaks = torch.zeros(2, dtype=torch.float64, device=y.device)
+    for part in slices:
+        difference = (y[:, part.begin : part.end].double() - part.y).abs_()
+        totals[0] += difference.square().sum()
+        totals[1] += part.y.square().sum()
+        # maximum() hands a NaN on, which max() of Python would not
+        peaks[0] = torch.maximum(peaks[0], difference.max())
+        peaks[1] = torch.maximum(peaks[1], (difference / (1 + part.y.abs())).max())
+        if bn is not None:
+            for name in ("running_mean", "running_var"):
+                expected = getattr(part, name)
+                totals[2] += (getattr(bn, name)[part.begin : part.end].double() - expected).square().sum()
+                totals[3] += expected.square().sum()
+    squared, norm, state_squared, state_norm = totals.tolist()
+    max_abs, excess = peaks.tolist()
+    return Error(max_abs, _ratio(squared, norm), excess, _ratio(state_squared, state_norm))
+
+
+def _ratio(squared_error: float, squared_norm: float) -> float:
+    return math.sqrt(squared_error / squared_norm) if squared_norm else math.sqrt(squared_error)
+
+
+def broken_contracts(error: Error, eager: Error | None, precision: str) -> list[str]:
+    """Which contracts the error misses, in words; empty if it meets them all. A NaN meets none.
+
+    eager: eager's error in the same precision, None if there is none; eager's own is judged with itself.
+    """
+    checks = []
+    tolerance = TOLERANCES[precision]
+    if tolerance is not None:
+        if eager is not None and precision in ("bf16", "fp16"):
+            # A half-precision product is rounded before it is normalised: eager itself may leave 1e-2.
+            tolerance = max(tolerance, EAGER_FACTOR * eager.excess)
+        checks.append(("|y - ref| / (1 + |ref|)", error.excess, tolerance))
+    if eager is not None:
+        checks.append(("relative error of y", error.relative, EAGER_FACTOR * eager.relative + SLACK))
+        checks.append(("relative error of the running statistics", error.state, EAGER_FACTOR * eager.state + SLACK))
+    return [f"{what} {value:.1e}, allowed {bound:.1e}" for what, value, bound in checks if not value <= bound]

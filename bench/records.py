@@ -1,0 +1,106 @@
+"""What a run measured, as plain data: rows, their environment, and JSON in and out. All that is shown comes from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+FORMAT = 1  # of the JSON; raised when a field changes its meaning
+RECORDED = Path(__file__).parent / "results" / "h200.json"
+
+OURS = "cutlass_bn"
+EAGER = "eager"
+COMPILE = "compile"
+MAX_AUTOTUNE = "compile max-autotune"
+UNFUSED = "unfused"
+GEMM = "gemm"
+COPY = "copy"
+
+OK = "ok"
+FAILED = "FAILED"  # ran, but the error misses the contract
+ERROR = "error"  # raised
+
+
+@dataclass
+class Row:
+    """One variant on one case."""
+
+    suite: str
+    case: str
+    variant: str
+    metric: str = "device"  # between CUDA events (wall clock on the CPU); "cpu": host time a call; "kernel": one kernel
+    ms: float | None = None  # median
+    p10: float | None = None  # ms
+    p90: float | None = None  # ms
+    samples: int = 0
+    limit_ms: float | None = None  # what the hardware could do, from a peer in the same rounds
+    work: float | None = None  # bytes or floating-point operations that the case cannot avoid
+    unit: str = ""  # of work over time: GB/s or TFLOP/s
+    max_abs_error: float | None = None  # of y against float64
+    relative_error: float | None = None  # Frobenius
+    status: str = OK
+    detail: str = ""  # why it failed
+
+    @property
+    def valid_ms(self) -> float | None:
+        """The time, if the result was right: a wrong result has no speed."""
+        return self.ms if self.status == OK else None
+
+    @property
+    def rate(self) -> float | None:
+        """Work over time in `unit`."""
+        if self.valid_ms is None or self.work is None:
+            return None
+        return self.work / self.valid_ms / (1e6 if self.unit == "GB/s" else 1e9)
+
+    @property
+    def percent_of_limit(self) -> float | None:
+        if self.valid_ms is None or self.limit_ms is None:
+            return None
+        return 100 * self.limit_ms / self.valid_ms
+
+
+@dataclass
+class Run:
+    """A whole run: where it ran, what the hardware gave there, and the rows."""
+
+    environment: dict = field(default_factory=dict)
+    ceilings: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.environment.get("device_type") == "cuda"
+
+    def find(self, case: str, variant: str) -> Row | None:
+        return next((row for row in self.rows if row.case == case and row.variant == variant), None)
+
+    def cases(self, suite: str | None = None) -> Iterator[tuple[str, list[Row]]]:
+        """(case, its rows) in the order measured."""
+        names = dict.fromkeys(row.case for row in self.rows if suite in (None, row.suite))
+        for name in names:
+            yield name, [row for row in self.rows if row.case == name]
+
+    def speedup(self, row: Row, baseline: str) -> float | None:
+        """The baseline's time over the row's, both of the same case; None unless both are right."""
+        other = self.find(row.case, baseline)
+        if other is None or not row.valid_ms or not other.valid_ms:
+            return None
+        return other.valid_ms / row.valid_ms
+
+    def save(self, path: Path | str) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Run:
+        data = json.loads(Path(path).read_text())
+        if data.pop("format", None) != FORMAT:
+            raise ValueError(f"{path}: expected format {FORMAT} of python -m bench")
+        known = {f.name for f in fields(Row)}
+        data["rows"] = [Row(**{k: v for k, v in row.items() if k in known}) for row in data["rows"]]
+        return cls(**data)

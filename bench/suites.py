@@ -1,0 +1,211 @@
+"""Runs cases: errors first, on fresh inputs, then the interleaved timing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+
+import torch
+from torch import nn
+
+import cutlass_bn
+
+from . import cases, peers
+from .cases import BN2D, Case, matmul_precision
+from .errors import Error, broken_contracts, measure_error, oracle
+from .peers import Builders, Variant
+from .records import COPY, EAGER, ERROR, FAILED, GEMM, OURS, Row
+from .timing import Timing, host_time, interleave, kernel_times
+
+SUITES = ("workloads", "sweep", "overhead", "kernels")
+
+
+@dataclass(frozen=True)
+class Options:
+    device: torch.device
+    quick: bool = False
+    compile: bool = True
+    max_autotune: bool = False
+    seconds: float = 1.5  # of timing a case
+    only: str = ""  # part of a case's name
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def build_variants(case: Case, model: nn.Module, options: Options) -> Builders:
+    return peers.variants(case, model, options.compile and options.on_gpu, options.max_autotune)
+
+
+def measure(
+    suite: str,
+    case: Case,
+    options: Options,
+    ceilings: dict | None = None,
+    build: Callable[[Case, nn.Module, Options], Builders] = build_variants,
+) -> list[Row]:
+    """One row for every variant of the case."""
+    torch.compiler.reset()  # no dynamic shapes because an earlier case had another size
+    if options.on_gpu:
+        torch.cuda.empty_cache()  # what earlier cases left is of other sizes
+    with matmul_precision(case.precision), torch.no_grad():
+        model = peers.eager_model(case, options.device)
+        rows, ready = _check(suite, case, build(case, model, options), model, options.device)
+        inputs = peers.rotating_inputs(case, options.device)
+        calls = {name: lambda i, run=variant.run: run(inputs[i % len(inputs)]) for name, variant in ready.items()}
+        timings = interleave(calls, options.device, options.seconds)
+    for name, timing in timings.items():
+        _set_time(rows[name], timing)
+    limit = _limit(case, timings, ceilings or {})
+    for row in rows.values():
+        row.limit_ms = limit
+        row.work, row.unit = case.work
+    return list(rows.values())
+
+
+def _check(
+    suite: str, case: Case, builders: Builders, model: nn.Module, device: torch.device
+) -> tuple[dict[str, Row], dict[str, Variant]]:
+    """Builds every variant and compares its first result with the oracle; one that raises gets a row that says so."""
+    rows: dict[str, Row] = {}
+    ready: dict[str, Variant] = {}
+    x = peers.random_input(case, device)
+    eager_error: Error | None = None
+    for name, builder in builders.items():
+        row = rows[name] = Row(suite, case.name, name)
+        try:
+            variant = builder()
+            # The allocator hands this memory to the result: an element that nobody writes stays NaN.
+            torch.full(case.output_shape, float("nan"), dtype=case.dtype, device=device)
+            y = variant.run(x)
+            if variant.checked:
+                error = measure_error(y, oracle(case, model, x), variant.bn)
+                if name == EAGER:
+                    eager_error = error
+                row.max_abs_error, row.relative_error = error.max_abs, error.relative
+                broken = broken_contracts(error, eager_error, case.precision)
+                if broken:
+                    row.status, row.detail = FAILED, "; ".join(broken)
+            del y
+        except Exception as exception:  # whatever a peer raises is its own row's result
+            row.status, row.detail = ERROR, _first_line(exception)
+        else:
+            ready[name] = variant
+    return rows, ready
+
+
+def _set_time(row: Row, timing: Timing) -> None:
+    row.ms, row.p10, row.p90, row.samples = timing.median, timing.p10, timing.p90, timing.samples
+
+
+def _limit(case: Case, timings: dict[str, Timing], ceilings: dict) -> float | None:
+    """A copy of the tensor, or the GEMM alone; for fp32 three fp16 products, its price on tensor cores."""
+    if case.kind == BN2D:
+        return timings[COPY].median if COPY in timings else None
+    if case.precision == "fp32":
+        return 3 * case.work[0] / ceilings["fp16"] / 1e9 if "fp16" in ceilings else None
+    return timings[GEMM].median if GEMM in timings else None
+
+
+def overhead(options: Options) -> list[Row]:
+    """The host's time for a call on an input so small that the device hardly works."""
+    device = options.device
+    norm = nn.BatchNorm2d(16, device=device)
+    ours_norm = cutlass_bn.BatchNorm2d(16, device=device)
+    linear = peers.GemmScaleBatchNorm(32, 32, device)
+    ours_linear = cutlass_bn.LinearBatchNorm1d(32, 32, scale=True, device=device)
+    image, features = torch.rand(8, 16, 8, 8, device=device), torch.rand(64, 32, device=device)
+    pairs = {
+        "BatchNorm2d 8x16x8x8": (image, {EAGER: norm, OURS: ours_norm}),
+        "LinearBatchNorm1d 64x32->32": (features, {EAGER: linear, OURS: ours_linear}),
+    }
+    blocks = 3 if not options.on_gpu else 10 if options.quick else 40
+    rows = []
+    for name, (x, modules) in pairs.items():
+        for training in (True, False):
+            calls = {variant: partial(module.train(training), x) for variant, module in modules.items()}
+            with torch.no_grad():
+                timings = host_time(calls, device, blocks)
+            for variant, timing in timings.items():
+                row = Row("overhead", f"overhead {name} fp32 {'train' if training else 'eval'}", variant, metric="cpu")
+                _set_time(row, timing)
+                rows.append(row)
+    return rows
+
+
+# What a kernel does, by the first pattern that its name matches. A CUTLASS kernel's name spells out all its types,
+# hence it comes first.
+FUSED = "gemm with moments"
+ROLES = (
+    (re.compile(r"cutlass::device_kernel"), FUSED),
+    (re.compile(r"finali[sz]e", re.IGNORECASE), "finalise"),
+    (re.compile(r"normali[sz]e|transform", re.IGNORECASE), "normalise"),
+    (re.compile(r"stats|moments", re.IGNORECASE), "moments"),
+    (re.compile(r"gemm|nvjet|cutlass::", re.IGNORECASE), GEMM),
+)
+CUBLAS = f"{GEMM} (cuBLAS)"
+BLOCKS, CALLS = 10, 8  # blocks of calls under the profiler, ours and cuBLAS's in turn; a sample is a block's mean
+
+
+def role(kernel: str) -> str:
+    """One of ROLES, or the start of the kernel's name."""
+    return next((name for pattern, name in ROLES if pattern.search(kernel)), kernel[:40])
+
+
+def time_kernels(case: Case, options: Options) -> list[Row]:
+    """One row for every kernel of our forward, and one for cuBLAS's GEMM; by the profiler."""
+    with matmul_precision(case.precision), torch.no_grad():
+        model = peers.eager_model(case, options.device)
+        builders = peers.variants(case, model, compile=False)
+        runs = {name: builders[name]().run for name in (OURS, GEMM) if name in builders}
+        inputs = peers.rotating_inputs(case, options.device)
+        samples: dict[str, list[float]] = {}
+        for block in range(BLOCKS + 1):  # the first warms up
+            for name, run in runs.items():
+                sums: dict[str, float] = {}  # a role may take several kernels a call
+                for kernel, values in kernel_times(run, islice(cycle(inputs), CALLS)).items():
+                    label = CUBLAS if name == GEMM else role(kernel)
+                    sums[label] = sums.get(label, 0.0) + sum(values) / CALLS
+                for label, value in sums.items() if block else ():
+                    samples.setdefault(label, []).append(value)
+    rows = []
+    for label, values in samples.items():
+        row = Row("kernels", f"kernels {case.name}", label, metric="kernel")
+        _set_time(row, Timing.of(values))
+        rows.append(row)
+    return rows
+
+
+def plan(suites: Iterable[str], options: Options) -> list[tuple[str, Case | None]]:
+    """(suite, case) in the order to run, a case that two suites share once; None is the whole overhead suite."""
+    steps: dict[str, tuple[str, Case | None]] = {}
+    for suite in suites:
+        if suite == "overhead":
+            steps.setdefault(suite, (suite, None))
+            continue
+        if suite == "kernels" and not options.on_gpu:
+            continue
+        for case in getattr(cases, suite)(options.quick):
+            case = case if options.on_gpu else case.reduced()
+            key = f"kernels {case.name}" if suite == "kernels" else case.name
+            if options.only in key:
+                steps.setdefault(key, (suite, case))
+    return list(steps.values())
+
+
+def run_step(suite: str, case: Case | None, options: Options, ceilings: dict) -> list[Row]:
+    """The rows of one step of the plan. A step that raises gives a row that says so, and the others still run."""
+    try:
+        if case is None:
+            return overhead(options)
+        return time_kernels(case, options) if suite == "kernels" else measure(suite, case, options, ceilings)
+    except Exception as exception:
+        return [Row(suite, case.name if case else suite, OURS, status=ERROR, detail=_first_line(exception))]
+
+
+def _first_line(exception: Exception) -> str:
+    return f"{type(exception).__name__}: {exception}".splitlines()[0]

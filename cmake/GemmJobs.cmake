@@ -1,0 +1,16 @@
+# A ninja pool that keeps the GEMM sources, up to 4 GB of memory each, from exhausting the machine.
+
+function(cutlass_bn_limit_gemm_jobs jobs)
+  if(NOT jobs)
+    cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+    cmake_host_system_information(RESULT megabytes QUERY AVAILABLE_PHYSICAL_MEMORY)
+    math(EXPR jobs "${megabytes} / 4500")
+    if(jobs GREATER cores)
+      set(jobs ${cores})
+    elseif(jobs LESS 1)
+      set(jobs 1)
+    endif()
+  endif()
+  set_property(GLOBAL APPEND PROPERTY JOB_POOLS gemm=${jobs})
+  message(STATUS "cutlass_bn: at most ${jobs} GEMM sources are compiled at a time")
+endfunction()

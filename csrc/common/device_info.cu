@@ -1,0 +1,27 @@
+#include <array>
+#include <mutex>
+
+#include "common/launch.cuh"
+
+namespace cutlass_bn {
+
+DeviceInfo const& device_info() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceInfo, kMaxDevices> infos;
+  static std::array<std::once_flag, kMaxDevices> once;
+  int device = 0;
+  CUTLASS_BN_CUDA(cudaGetDevice(&device));
+  CUTLASS_BN_CHECK(device < kMaxDevices, "device index: expected below ", kMaxDevices, ", got ", device);
+  std::call_once(once[device], [device] {
+    int major = 0, minor = 0;
+    DeviceInfo info;
+    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.sm_count, cudaDevAttrMultiProcessorCount, device));
+    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    info.compute_capability = 10 * major + minor;
+    infos[device] = info;
+  });
+  return infos[device];
+}
+
+}  // namespace cutlass_bn

@@ -1,0 +1,119 @@
+// Epilogue visitor: eval-mode BatchNorm and activation on the accumulator, from the layer's own parameters.
+//   y = act((scale * acc + (scale * bias - running_mean)) * (gamma / sqrt(running_var + eps)) + beta)
+// The mean is subtracted before the large factor is applied: folding further, to a * acc + c, would cancel at a large mean.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
+
+#include "common/activation.h"
+#include "common/channel_vector.h"
+#include "linear_bn/gemm/accumulator_order.h"
+
+namespace cutlass_bn::gemm {
+
+template <class TileShape, int Warps>
+struct FoldedBatchNorm : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
+  static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileN = cute::size<1>(TileShape{});
+
+  struct SharedStorage {
+    alignas(16) float4 folded[kTileN];  // scale, scale * bias - running_mean, gamma * invstd, beta
+  };
+
+  struct Arguments {
+    ChannelVector bias, scale, running_mean, running_var, gamma, beta;  // [N]
+    float eps = 0.f;
+    Activation activation = Activation::kNone;
+  };
+  using Params = Arguments;
+
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const&, Arguments const& args) {
+    return args.running_mean && args.running_var;
+  }
+  template <class ProblemShape>
+  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
+  template <class ProblemShape>
+  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
+  CUTLASS_HOST_DEVICE FoldedBatchNorm() {}
+  CUTLASS_HOST_DEVICE FoldedBatchNorm(Params const& params, SharedStorage const& shared)
+      : params(&params), shared(const_cast<SharedStorage*>(&shared)) {}
+
+  Params const* params = nullptr;
+  SharedStorage* shared = nullptr;
+
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
+  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
+
+  template <class... Args>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...> const&) {
+    return cutlass::epilogue::fusion::EmptyProducerLoadCallbacks{};
+  }
+
+  // SubtileColumns: width of an epilogue subtile.
+  template <int SubtileColumns>
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Params const& params;
+    SharedStorage* shared;
+    int first_column, n;
+    int thread;
+
+    CUTLASS_DEVICE Callbacks(Params const& params, SharedStorage* shared, int first_column, int n, int thread)
+        : params(params), shared(shared), first_column(first_column), n(n), thread(thread) {}
+
+    // The last subtile's barriers keep these writes behind the previous tile's reads.
+    CUTLASS_DEVICE void begin() {
+      for (int column = thread; column < kTileN; column += Warps * 32) {
+        int const i = first_column + column;
+        if (i >= n) continue;
+        float const scale = params.scale.load_or(i, 1.f);
+        float const offset = fmaf(scale, params.bias.load_or(i, 0.f), -params.running_mean.load(i));
+        float const invstd = 1.f / sqrtf(params.running_var.load(i) + params.eps);
+        shared->folded[column] = make_float4(scale, offset, params.gamma.load_or(i, 1.f) * invstd, params.beta.load_or(i, 0.f));
+      }
+    }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+
+    template <class Accumulator, class Input, int FragmentSize>
+    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, FragmentSize> const&, int epi_v, int epi_m, int epi_n,
+                              cutlass::Array<Input, FragmentSize> const& input) {
+      cutlass::Array<float, FragmentSize> y;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < FragmentSize; ++i) {
+        int const column = epi_n * SubtileColumns + column_of_value(epi_v * FragmentSize + i, thread);
+        float4 const f = shared->folded[column];
+        y[i] = fmaf(fmaf(float(input[i]), f.x, f.y), f.z, f.w);
+      }
+      if (params.activation != Activation::kNone) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < FragmentSize; ++i) y[i] = activate(y[i], params.activation);
+      }
+      return y;
+    }
+  };
+
+  template <bool ReferenceSrc, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    using namespace cute;
+    using Layout = decltype(args.tCcD.layout());
+    static_assert(is_accumulator_order<Layout>(), "column_of_value() relies on this order of a thread's values");
+    constexpr int kSubtileColumns = kTileN / decltype(size<4>(Layout{}))::value;
+    auto [M, N, K, L] = args.problem_shape_mnkl;
+    auto [m, n, k, l] = args.tile_coord_mnkl;
+    return Callbacks<kSubtileColumns>(*params, shared, int(n) * kTileN, int(N), args.thread_idx);
+  }
+};
+
+}  // namespace cutlass_bn::gemm

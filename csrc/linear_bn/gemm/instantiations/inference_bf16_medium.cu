@@ -1,0 +1,5 @@
+#include "linear_bn/gemm/kernel.h"
+
+namespace cutlass_bn::gemm {
+template void run_inference<MediumConfig, DType::kBFloat16, DType::kBFloat16>(InferenceParams const&, cudaStream_t);
+}

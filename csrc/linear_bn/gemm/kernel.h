@@ -1,0 +1,99 @@
+// Assembly of the Hopper GEMM kernels from CUTLASS collectives, and their launch. Each file of instantiations/ makes one kernel.
+#pragma once
+
+#include <type_traits>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "linear_bn/gemm/column_moments.h"
+#include "linear_bn/gemm/config.h"
+#include "linear_bn/gemm/folded_batch_norm.h"
+#include "linear_bn/gemm/instances.h"
+
+namespace cutlass_bn::gemm {
+
+// Element: operand type (float runs as TF32). Output: stored type. Fusion: epilogue visitor tree.
+template <class Config, class Element, class Output, class Fusion>
+struct Kernel {
+  using TileShape = typename Config::template TileShape<Element>;
+  static constexpr int kAlignment = 16 / sizeof(Element);
+  static constexpr int kOutputAlignment = 16 / sizeof(Output);
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, typename Config::ClusterShape,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, cutlass::layout::RowMajor, kOutputAlignment, Output,
+      cutlass::layout::RowMajor, kOutputAlignment, typename Config::EpilogueSchedule, Fusion>::CollectiveOp;
+
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, kAlignment, Element,
+      cutlass::layout::ColumnMajor, kAlignment, float, TileShape, typename Config::ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      typename Config::MainloopSchedule>::CollectiveOp;
+
+  using GemmKernel =
+      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
+
+  using RasterOrder = cutlass::gemm::kernel::detail::RasterOrderOptions;
+
+  static void launch(Operands const& operands, void* output, int64_t ld_output, typename Fusion::Arguments const& fusion,
+                     Schedule const& schedule, cudaStream_t stream) {
+    int const m = int(operands.m), n = int(operands.n), k = int(operands.k);
+    cutlass::KernelHardwareInfo hardware;
+    CUTLASS_BN_CUDA(cudaGetDevice(&hardware.device_id));
+    hardware.sm_count = schedule.sm_count > 0 ? schedule.sm_count : device_info().sm_count;
+    typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
+                                  {m, n, k, 1},
+                                  {static_cast<Element const*>(operands.x),
+                                   {operands.ldx, cute::_1{}, int64_t(0)},
+                                   static_cast<Element const*>(operands.w),
+                                   {operands.ldw, cute::_1{}, int64_t(0)}},
+                                  {fusion, nullptr, {}, static_cast<Output*>(output), {ld_output, cute::_1{}, int64_t(0)}},
+                                  hardware};
+    args.scheduler.raster_order = schedule.along_m ? RasterOrder::AlongM : RasterOrder::AlongN;
+    args.scheduler.max_swizzle_size = schedule.max_swizzle;
+    Gemm gemm;
+    check(Gemm::can_implement(args), "can_implement");
+    CUTLASS_BN_CHECK(Gemm::get_workspace_size(args) == 0, "GEMM: expected no workspace, got ", Gemm::get_workspace_size(args), " bytes");
+    check(gemm.initialize(args, nullptr, stream), "initialize");
+    check(gemm.run(stream), "run");
+  }
+
+ private:
+  static void check(cutlass::Status status, char const* step) {
+    CUTLASS_BN_CHECK(status == cutlass::Status::kSuccess, "GEMM ", step, ": ", cutlassGetStatusString(status));
+  }
+};
+
+template <DType dtype>
+using ElementOf = std::conditional_t<dtype == DType::kFloat32, float,
+                                     std::conditional_t<dtype == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
+
+template <class Config, DType dtype>
+void run_moments(MomentsParams const& p, cudaStream_t stream) {
+  namespace fusion = cutlass::epilogue::fusion;
+  using Element = ElementOf<dtype>;
+  using Moments = ColumnMoments<typename Config::template TileShape<Element>, Element, Config::kEpilogueWarps>;
+  using Fusion = fusion::Sm90EVT<Moments, fusion::Sm90AccFetch>;
+  Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{}, {p.partials}}, p.schedule, stream);
+}
+
+template <class Config, DType dtype, DType y_dtype>
+void run_inference(InferenceParams const& p, cudaStream_t stream) {
+  namespace fusion = cutlass::epilogue::fusion;
+  using Element = ElementOf<dtype>;
+  using Affine = FoldedBatchNorm<typename Config::template TileShape<Element>, Config::kEpilogueWarps>;
+  using Fusion = fusion::Sm90EVT<Affine, fusion::Sm90AccFetch>;
+  typename Affine::Arguments const affine{p.bias, p.scale, p.running_mean, p.running_var, p.gamma, p.beta, p.eps, p.activation};
+  Kernel<Config, Element, ElementOf<y_dtype>, Fusion>::launch(p.operands, p.y, p.ldy, {{}, affine}, p.schedule, stream);
+}
+
+}  // namespace cutlass_bn::gemm

@@ -1,0 +1,30 @@
+// Every schema of the library. Kernels are registered in the other files of this folder; fake implementations and autograd formulas
+// live in cutlass_bn/ops, beside each op's Python entry.
+//
+// `stats` is float32 [3, C]: the batch mean rounded to float32, the remainder of that rounding, and invstd (common/finalize.h).
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(cutlass_bn, m) {
+  // BatchNorm over dim 1 of input [N, C, ...], dense in either memory format.
+  m.def(
+      "batch_norm_stats(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "float? momentum, float eps) -> Tensor");
+  m.def("batch_norm_transform(Tensor input, Tensor stats, Tensor? weight, Tensor? bias) -> Tensor");
+  m.def(
+      "batch_norm_inference(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, float eps) -> "
+      "Tensor");
+
+  // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], without bias and scale.
+  m.def(
+      "linear_batch_norm_stats(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, bool allow_tf32) -> "
+      "(Tensor u, Tensor stats)");
+  m.def(
+      "linear_batch_norm_transform(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor u, "
+      "Tensor stats, int activation, ScalarType dtype) -> Tensor");
+  m.def(
+      "linear_batch_norm_inference(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor running_mean, "
+      "Tensor running_var, Tensor? gamma, Tensor? beta, float eps, int activation, ScalarType dtype, bool allow_tf32) -> Tensor");
+  // Which path the two GEMM ops above take for these arguments, as text (see linear_bn/dispatch.h). Reads no data.
+  m.def("linear_batch_norm_plan(Tensor input, Tensor weight, ScalarType dtype, bool allow_tf32, bool inference) -> str");
+}

@@ -1,0 +1,99 @@
+"""Which code a call would run, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _library, functional
+from .functional import _linear_batch_norm
+from .modules import BatchNorm2d, LinearBatchNorm1d
+from .ops import linear_batch_norm as linear_ops
+
+
+class Plan(NamedTuple):
+    """What `explain` returns.
+
+    path: of a LinearBatchNorm1d "fused" (CUTLASS GEMM with the batch norm in its epilogue), "portable" (torch.mm and
+        our kernels around it) or "unfused modules" (its children one by one); of a BatchNorm2d "kernels"; of both
+        "reference" (plain PyTorch).
+    tile: the GEMM's CTA tile ("large 256x128 tile") or, of a BatchNorm2d, the memory format ("NCHW", "channels_last").
+    reason: why not the fastest path, "" where it is the fastest.
+    """
+
+    path: str
+    tile: str
+    reason: str
+
+    def __str__(self) -> str:
+        details = ", ".join(part for part in (self.tile, self.reason) if part)
+        return f"{self.path}: {details}" if details else self.path
+
+
+def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan:
+    """The plan of `target(*args, **kwargs)`, which is not run: no data is read and no state changes.
+
+    Args:
+        target: a LinearBatchNorm1d, a BatchNorm2d, functional.linear_batch_norm or functional.batch_norm.
+
+    Raises:
+        TypeError: another target, or arguments that it doesn't take.
+        RuntimeError: CUDA tensors without the compiled library, or operands that don't fit together.
+    """
+    for kind, plan in _PLANS:
+        if target is kind or (isinstance(kind, type) and isinstance(target, kind)):
+            return plan(target, *args, **kwargs)
+    raise TypeError(f"expected a module or function of cutlass_bn, got {target!r}")
+
+
+def _plan_linear_module(module: LinearBatchNorm1d, x: Tensor) -> Plan:
+    reason = module.reason_not_fused(x)
+    if reason is not None:
+        return Plan("unfused modules", "", reason)
+    return _plan_linear(functional.linear_batch_norm, x, **module.arguments())
+
+
+def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    x, weight, running_mean = a["input"], a["weight"], a["running_mean"]
+    reason = _linear_batch_norm.reason_for_reference(
+        x, weight, a["bias"], a["scale"], running_mean, a["running_var"], a["gamma"], a["beta"]
+    )
+    if reason is not None:
+        return Plan("reference", "", reason)
+    _library.require()
+    x, weight = (_linear_batch_norm.autocast(tensor.detach()) for tensor in (x, weight))
+    dtype = _linear_batch_norm.output_dtype(x, a["scale"])
+    inference = not a["training"] and running_mean is not None
+    text = linear_ops.plan(x, weight, dtype, _linear_batch_norm.tf32_is_allowed(), inference)
+    path, detail = text.split(": ", 1)
+    return Plan(path, detail, "") if path == "fused" else Plan(path, "", detail)
+
+
+def _plan_batch_norm(target: Any, input: Tensor, *_: Any, **__: Any) -> Plan:
+    if not input.is_cuda or input.dtype == torch.float64:
+        reason = "the input is float64" if input.is_cuda else f"the input is on {input.device.type}"
+        return Plan("reference", "", reason)
+    _library.require()
+    channels_last = input.movedim(1, -1)
+    if input.is_contiguous():
+        return Plan("kernels", "NCHW", "")
+    if channels_last.is_contiguous():
+        return Plan("kernels", "channels_last", "")
+    return Plan(
+        "kernels", "channels_last" if input.stride(1) == 1 else "NCHW", "the input is copied to dense memory first"
+    )
+
+
+_PLANS: tuple[tuple[Any, Callable[..., Plan]], ...] = (
+    (LinearBatchNorm1d, _plan_linear_module),
+    (functional.linear_batch_norm, _plan_linear),
+    (BatchNorm2d, _plan_batch_norm),
+    (functional.batch_norm, _plan_batch_norm),
+)

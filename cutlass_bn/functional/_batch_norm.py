@@ -1,0 +1,120 @@
+"""Batch normalisation as a function: which implementation runs, and torch's errors for the mistakes torch reports."""
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._library import require
+from ..ops import batch_norm as ops
+
+# What torch.library itself uses around the kernels of an op without gradient. Calling an op inside it skips its autograd
+# wrapper, which is Python and costs more than the rest of the call.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`: y = (x - mean) / sqrt(var + eps) * weight + bias over dim 1 of input.
+
+    Args:
+        input: float32, float16, bfloat16 (CUDA kernels) or float64, [N, C, ...].
+        running_mean, running_var: [C], or both None in training. Updated in place in training.
+        weight, bias: [C], or None for 1 and 0.
+        training: normalise with the statistics of input instead of the running ones.
+
+    Returns:
+        y, with input's shape, dtype and memory format.
+
+    Raises:
+        ValueError: one value per channel in training; eps not positive; only one of the running statistics.
+        RuntimeError: a tensor of the wrong size; no running statistics in evaluation mode; a CUDA input without the
+            compiled library.
+    """
+    return batch_norm_with_counter(input, running_mean, running_var, weight, bias, training, momentum, eps, None)
+
+
+def batch_norm_with_counter(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    num_batches_tracked: Tensor | None,
+) -> Tensor:
+    """`batch_norm` that also counts the batch in training. momentum None: cumulative average over the counter."""
+    if input.dim() < 2:
+        raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
+    if training:
+        if input.size(0) == 1 and input.numel() == input.size(1):
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+        if eps <= 0.0:
+            raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
+    elif running_mean is None:
+        raise RuntimeError("running_mean must be defined in evaluation mode")
+    elif eps < 0.0:
+        raise ValueError(f"batch_norm eps must be non-negative, but got {eps}")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+
+    if not input.is_cuda or input.dtype == torch.float64:
+        _check(input, running_mean, running_var, weight, bias)
+        return reference.batch_norm(
+            input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps
+        )
+    require()
+    if not input.is_contiguous():
+        input = _dense(input)
+    wants_grad = torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+    if wants_grad or torch.compiler.is_compiling():
+        if not training:
+            return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
+        stats = ops.batch_norm_stats(input.detach(), running_mean, running_var, num_batches_tracked, momentum, eps)
+        return ops.batch_norm_transform(input, stats, weight, bias)
+    with _below_autograd():
+        if not training:
+            return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
+        stats = ops.batch_norm_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps)
+        return ops.batch_norm_transform(input, stats, weight, bias)
+
+
+def _dense(input: Tensor) -> Tensor:
+    """input itself where the kernels take it, else a copy in the memory format that its strides suggest."""
+    if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
+        return input
+    channels_last = input.movedim(1, -1)
+    if channels_last.is_contiguous():
+        return input
+    if input.dim() > 2 and input.stride(1) == 1 and input.size(1) > 1:
+        return channels_last.contiguous().movedim(-1, 1)
+    return input.contiguous()
+
+
+def _check(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """The checks that the compiled ops make themselves."""
+    if not input.is_floating_point():
+        raise NotImplementedError(f'"batch_norm" not implemented for {input.dtype}')
+    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != (input.size(1),):
+            raise RuntimeError(f"{name} should contain {input.size(1)} elements, got shape {tuple(tensor.shape)}")

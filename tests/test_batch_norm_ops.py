@@ -1,0 +1,201 @@
+"""The raw ops: errors, fake tensors, gradients and opcheck without a GPU, what only a GPU can show."""
+
+import contextlib
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cutlass_bn import library_is_loaded, reference
+from cutlass_bn.functional import batch_norm
+from cutlass_bn.ops import batch_norm as ops
+
+pytestmark = pytest.mark.skipif(not library_is_loaded(), reason="needs the compiled library")
+
+
+def cpu_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps) -> Tensor:
+    """batch_norm_stats for CPU tensors, so that everything around the kernels can be tested without a GPU."""
+    exact = oracle.batch_norm(input)
+    reference.batch_norm(input, running_mean, running_var, num_batches_tracked, None, None, True, momentum, eps)
+    mean = exact.mean.float()
+    return torch.stack([mean, (exact.mean - mean).float(), torch.rsqrt(exact.var + eps).float()])
+
+
+def cpu_transform(input, stats, weight, bias) -> Tensor:
+    mean, variance = stats[0].double() + stats[1], stats[2].double().pow(-2)
+    return reference.batch_norm(input, mean, variance, None, weight, bias, False, 0.0, 0.0)
+
+
+def cpu_inference(input, running_mean, running_var, weight, bias, eps) -> Tensor:
+    return reference.batch_norm(input, running_mean, running_var, None, weight, bias, False, 0.0, eps)
+
+
+@pytest.fixture
+def ops_device(device):
+    """`device`, with kernels for the ops there."""
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            library = stack.enter_context(torch.library._scoped_library("cutlass_bn", "IMPL"))
+            library.impl("batch_norm_stats", cpu_stats, "CPU")
+            library.impl("batch_norm_transform", cpu_transform, "CPU")
+            library.impl("batch_norm_inference", cpu_inference, "CPU")
+        yield device
+
+
+def arguments(device: str, dtype=torch.float32, channels_last: bool = False) -> dict[str, Tensor]:
+    x = torch.randn(4, 3, 6, 5, device=device).to(dtype)
+    return {
+        "x": x.to(memory_format=torch.channels_last) if channels_last else x,
+        "mean": torch.randn(3, device=device),
+        "var": torch.rand(3, device=device) + 0.5,
+        "counter": torch.tensor(0, device=device),
+        "weight": torch.rand(3, device=device) + 0.5,
+        "bias": torch.randn(3, device=device),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_opcheck(dtype, channels_last, ops_device):
+    a = arguments(ops_device, dtype, channels_last)
+    # test_schema objects to the stand-ins for the kernels: they are Python, and it looks inside.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    options = {"test_utils": ("test_schema", *utils) if ops_device == "cuda" else utils}
+    torch.library.opcheck(ops.batch_norm_stats, (a["x"], a["mean"], a["var"], a["counter"], 0.1, 1e-5), **options)
+    torch.library.opcheck(ops.batch_norm_stats, (a["x"], None, None, None, None, 1e-5), **options)
+    stats = ops.batch_norm_stats(a["x"], None, None, None, 0.1, 1e-5)
+    x, weight, bias = (a[name].requires_grad_() for name in ("x", "weight", "bias"))
+    torch.library.opcheck(ops.batch_norm_transform, (x, stats, weight, bias), **options)
+    torch.library.opcheck(ops.batch_norm_transform, (x, stats, None, None), **options)
+    torch.library.opcheck(ops.batch_norm_inference, (x, a["mean"], a["var"], weight, bias, 1e-5), **options)
+
+
+def layer_of_ops(x, mean, var, weight, bias, training) -> Tensor:
+    if not training:
+        return ops.batch_norm_inference(x, mean, var, weight, bias, 1e-5)
+    return ops.batch_norm_transform(x, ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5), weight, bias)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("wanted", [("x", "weight", "bias"), ("x",), ("weight",), ("bias",)], ids=str)
+@pytest.mark.parametrize("double", [False, True], ids=["first", "second"])
+def test_gradients_of_the_ops(training, wanted, double, ops_device):
+    """The formulas that CUDA tensors use, against automatic differentiation of the definition in float64."""
+
+    def gradients(function, dtype) -> list[Tensor]:
+        torch.manual_seed(3)
+        a = {name: t.to(dtype) for name, t in arguments(ops_device).items()}
+        leaves = [a[name].requires_grad_() for name in wanted]
+        y = function(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
+        if not double:
+            return list(torch.autograd.grad(y.pow(3).sum(), leaves))
+        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves))
+
+    def exact(x, mean, var, weight, bias, training):
+        return reference.batch_norm(x, mean, var, None, weight, bias, training, 0.1, 1e-5)
+
+    for actual, truth in zip(gradients(layer_of_ops, torch.float32), gradients(exact, torch.float64), strict=True):
+        assert oracle.error(actual, truth) < 1e-4
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_compiles_without_graph_breaks(training, ops_device):
+    a = arguments(ops_device)
+    leaves = [a[name].requires_grad_() for name in ("x", "weight", "bias")]
+
+    def step(x, mean, var, weight, bias):
+        y = layer_of_ops(x, mean, var, weight, bias, training)
+        return torch.autograd.grad(y.square().sum(), leaves)
+
+    expected = step(a["x"], a["mean"].clone(), a["var"].clone(), a["weight"], a["bias"])
+    compiled = torch.compile(layer_of_ops, fullgraph=True, backend="aot_eager")
+    y = compiled(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
+    for actual, wanted in zip(torch.autograd.grad(y.square().sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 6, 5), (4, 3), (2, 3, 4, 5, 6), (0, 3, 4, 4)], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_fake_cuda_tensors(shape, training):
+    with FakeTensorMode():
+        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        if len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        vectors = [torch.empty(3, device="cuda") for _ in range(4)]
+        stats = ops.batch_norm_stats(x, *vectors[:2], None, 0.1, 1e-5)
+        assert stats.shape == (3, 3)
+        assert stats.dtype == torch.float32
+        y = batch_norm(x, *vectors, training=training)
+        assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
+
+
+MISTAKES = {
+    "input on the CPU": (lambda a: {**a, "x": a["x"].cpu()}, "input: expected a CUDA tensor"),
+    "one dimension": (lambda a: {**a, "x": a["x"].flatten()}, r"input: expected shape \[N, C, ...\], got \[360\]"),
+    "float64 input": (lambda a: {**a, "x": a["x"].double()}, "input: expected float32, float16 or bfloat16"),
+    "strided input": (lambda a: {**a, "x": a["x"][..., ::2]}, "input: expected a dense tensor"),
+    "running_mean too short": (
+        lambda a: {**a, "mean": a["mean"][:2]},
+        r"running_mean: expected shape \[3\], got \[2\]",
+    ),
+    "running_var on the CPU": (lambda a: {**a, "var": a["var"].cpu()}, "running_var: expected a tensor on cuda:0"),
+    "running_mean strided": (lambda a: {**a, "mean": a["mean"].repeat(2)[::2]}, "running_mean: expected a contiguous"),
+    "running_mean alone": (lambda a: {**a, "var": None}, "expected both or neither"),
+    "counter of int32": (lambda a: {**a, "counter": a["counter"].int()}, "num_batches_tracked: expected one int64"),
+    "no counter to average over": (lambda a: {**a, "counter": None, "momentum": None}, "momentum: expected a number"),
+    "one value per channel": (lambda a: {**a, "x": a["x"][:1, :, :1, :1]}, "input: expected more than 1 value"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_stats_errors_change_nothing(mistake):
+    spoil, message = MISTAKES[mistake]
+    good = arguments("cuda")
+    before = [good[name].clone() for name in ("mean", "var", "counter")]
+    a = spoil({**good, "momentum": 0.1})
+    with pytest.raises(RuntimeError, match=message):
+        ops.batch_norm_stats.redispatch(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA),
+            a["x"], a["mean"], a["var"], a["counter"], a["momentum"], 1e-5,
+        )  # fmt: skip
+    assert all(torch.equal(good[name], old) for name, old in zip(("mean", "var", "counter"), before, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda a: {**a, "stats": a["stats"][:2]}, r"stats: expected shape \[3, 3\], got \[2, 3\]"),
+        (lambda a: {**a, "stats": a["stats"].half()}, "stats: expected a contiguous float32"),
+        (lambda a: {**a, "weight": a["weight"][:2]}, r"weight: expected shape \[3\], got \[2\]"),
+        (lambda a: {**a, "bias": a["bias"].double()}, "bias: expected float32, float16 or bfloat16"),
+    ],
+)
+def test_transform_errors(spoil, message):
+    a = spoil({**arguments("cuda"), "stats": torch.zeros(3, 3, device="cuda")})
+    with pytest.raises(RuntimeError, match=message):
+        ops.batch_norm_transform(a["x"], a["stats"], a["weight"], a["bias"])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(2, 2, 23171, 23173), (2**16 + 3, 2**15 + 8, 1, 1)], ids=str)
+def test_more_than_2_to_the_31_elements(shape, channels_last):
+    x = torch.empty(shape, device="cuda", dtype=torch.float16)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    x.normal_(3.0, 2.0).requires_grad_()
+    assert x.numel() > 2**31
+    y = batch_norm(x, None, None, training=True)
+    dims = (0, 2, 3)
+    for part in (slice(0, 1), slice(-1, None)):  # the last channel lies beyond 2^31 elements too
+        exact = oracle.batch_norm(x[:, part].detach())
+        oracle.assert_y_keeps_contract(y[:, part].detach(), exact)
+    y.backward(torch.ones((), device="cuda", dtype=torch.float16).expand_as(y))
+    # The gradient of sum(y) is zero.
+    assert x.grad[:, -1:].abs().amax(dims).item() < 1e-3

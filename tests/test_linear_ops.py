@@ -1,0 +1,166 @@
+"""The registered ops: opcheck, fake tensors, errors of raw calls. No GPU is needed but for the kernels themselves.
+
+On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd formulas can be checked.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import BF16, EPS, Case, make_layer, max_error, oracle
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cutlass_bn
+from cutlass_bn import functional
+from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.reference import ACTIVATIONS
+
+pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
+CASE = Case(20, 11, 8, "odd N: u has padded rows", activation="gelu")
+
+
+def _cpu_stats(input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, allow_tf32):
+    width = 16 // input.element_size()
+    row = -(-len(weight) // width) * width
+    u = input.new_empty_strided((len(input), len(weight)), (row, 1)).copy_(input @ weight.t())
+    var, mean = torch.var_mean(u.double(), 0, correction=0)
+    gain = 1.0 if scale is None else scale.double()
+    stats = torch.stack([mean.float(), (mean - mean.float()).float(), torch.rsqrt(gain**2 * var + eps).float()])
+    counter.add_(1)
+    running_mean.lerp_((mean + bias).float() * scale, momentum)
+    running_var.lerp_((var * len(u) / (len(u) - 1)).float() * scale**2, momentum)
+    return u, stats
+
+
+def _cpu_transform(input, weight, bias, scale, gamma, beta, u, stats, activation, dtype):
+    y = (u - stats[0] - stats[1]) * (stats[2] * scale) * gamma + beta
+    return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
+
+
+def _cpu_inference(input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, allow_tf32):
+    y = (scale * (input @ weight.t() + bias) - mean) * torch.rsqrt(var + eps) * gamma + beta
+    return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
+
+
+@pytest.fixture
+def kernels(device):
+    if device != "cpu":
+        yield
+        return
+    library = torch.library.Library("cutlass_bn", "IMPL", "CPU")
+    for name, kernel in (("stats", _cpu_stats), ("transform", _cpu_transform), ("inference", _cpu_inference)):
+        library.impl(f"linear_batch_norm_{name}", kernel)
+    yield
+    library._destroy()
+
+
+def arguments(device, dtype=torch.float32):
+    """The arguments of each op."""
+    layer = make_layer(Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device)
+    x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
+    u, stats = ops.stats(x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, False)
+    for t in (x, w, b, s, gamma, beta):
+        t.requires_grad_()
+    return {
+        "stats": (*(t.detach() for t in (x, w, b, s)), mean, var, layer.num_batches_tracked, 0.1, EPS, False),
+        "transform": (x, w, b, s, gamma, beta, u, stats, 2, dtype),
+        "inference": (x, w, b, s, mean, var, gamma, beta, EPS, 2, dtype, False),
+    }
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["stats", "transform", "inference"])
+def test_opcheck(name, device):
+    op = getattr(torch.ops.cutlass_bn, f"linear_batch_norm_{name}").default
+    torch.library.opcheck(op, arguments(device)[name])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_registered_gradients(training, create_graph, device):
+    layer = make_layer(CASE, device)
+    exact, wide = oracle(layer, training)
+    wide = make_layer(CASE, device).double().requires_grad()
+    exact = functional.linear_batch_norm(**wide.arguments(), training=training, eps=EPS)
+    args = arguments(device)["transform" if training else "inference"]
+    y = (ops.transform if training else ops.inference)(*args)
+    assert max_error(y, exact) < 1e-5
+    dy = torch.randn_like(y)
+    leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = torch.autograd.grad(y, leaves, dy, create_graph=create_graph)
+    expected = torch.autograd.grad(exact, list(wide.differentiable().values()), dy.double())
+    for name, ours, theirs in zip(wide.NAMES, found, expected, strict=True):
+        assert ours.requires_grad == (create_graph and ours.grad_fn is not None)
+        if not (training and name in ("bias", "scale")):
+            assert max_error(ours, theirs) < 1e-5, name
+
+
+@pytest.mark.parametrize(("dtype", "stride"), [(torch.float32, 12), (BF16, 16)])
+def test_fake_cuda_tensors(dtype, stride):
+    """Shapes, strides and dtypes for a CUDA device that this machine need not have."""
+    with FakeTensorMode(), torch.no_grad():
+
+        def empty(*shape, dtype=dtype):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        x, w, vector = empty(6, 5), empty(11, 5), empty(11, dtype=torch.float32)
+        counter = empty(dtype=torch.int64)
+        u, stats = ops.stats(x, w, None, vector, vector, vector, counter, None, EPS, False)
+        assert (u.shape, u.stride(), u.dtype) == ((6, 11), (stride, 1), dtype)
+        assert (stats.shape, stats.dtype) == ((3, 11), torch.float32)
+        for training in (True, False):
+            y = functional.linear_batch_norm(x, w, None, vector, vector, vector, training=training)
+            assert (y.shape, y.dtype, y.device.type) == ((6, 11), torch.float32, "cuda")
+            y = functional.linear_batch_norm(x, w, None, None, vector, vector, training=training)
+            assert (y.shape, y.dtype) == ((6, 11), dtype)
+        with pytest.raises(RuntimeError, match="weight: expected"):
+            ops.stats(x, empty(11, 4), None, None, None, None, None, 0.1, EPS, False)
+
+
+ERRORS = {
+    "input's rank": ("stats", 0, lambda t: t[None], "input: expected 2 dimensions, got shape \\[1, 20, 8\\]"),
+    "input's dtype": ("stats", 0, lambda t: t.double(), "input: expected float32, float16 or bfloat16"),
+    "one row": ("stats", 0, lambda t: t[:1], "input: expected more than 1 row"),
+    "weight's shape": ("stats", 1, lambda t: t[:, 1:], "weight: expected shape \\[11, 8\\], got \\[11, 7\\]"),
+    "weight's dtype": ("stats", 1, lambda t: t.half(), "weight: expected float32 like input, got float16"),
+    "weight's device": ("stats", 1, lambda t: t.cpu(), "weight: expected a tensor on cuda:0 like input"),
+    "bias's shape": ("stats", 2, lambda t: t[1:], "bias: expected shape \\[11\\], got \\[10\\]"),
+    "scale's stride": ("stats", 3, lambda t: t.repeat_interleave(2)[::2], "scale: expected a contiguous tensor"),
+    "half of the buffers": ("stats", 4, lambda t: None, "expected both or neither, got only running_var"),
+    "counter's dtype": ("stats", 6, lambda t: t.int(), "num_batches_tracked: expected one int64"),
+    "no counter, no momentum": ("stats", slice(6, 8), lambda _: (None, None), "momentum: expected a number"),
+    "u's shape": ("transform", 6, lambda t: t[1:], "u: expected shape \\[20, 11\\]"),
+    "u's dtype": ("transform", 6, lambda t: t.half(), "u: expected float32 like input, got float16"),
+    "u's layout": ("transform", 6, lambda t: t.t().contiguous().t(), "u: expected contiguous rows"),
+    "stats' shape": ("transform", 7, lambda t: t[:2], "stats: expected shape \\[3, 11\\]"),
+    "stats' dtype": ("transform", 7, lambda t: t.half(), "stats: expected contiguous float32, got float16"),
+    "activation": ("transform", 8, lambda _: 4, "activation: expected 0"),
+    "output's dtype": ("transform", 9, lambda _: torch.float16, "dtype: expected that of input"),
+    "running_var's shape": ("inference", 5, lambda t: t[1:], "running_var: expected shape"),
+    "beta's dtype": ("inference", 7, lambda t: t.double(), "beta: expected float32, float16 or bfloat16"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_errors_of_raw_ops(mistake):
+    name, index, change, text = ERRORS[mistake]
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments("cuda")[name]]
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    wrong = list(args)
+    wrong[index] = change(args[index])
+    with pytest.raises(RuntimeError, match=text):
+        getattr(torch.ops.cutlass_bn, f"linear_batch_norm_{name}").default(*wrong)
+    for now, then in zip(args, before, strict=True):
+        assert torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
+
+
+@pytest.mark.gpu
+def test_in_place_overlap_is_not_created():
+    """y never aliases u, which the backward needs."""
+    args = arguments("cuda")["transform"]
+    u = args[6].clone()
+    y = ops.transform(*args)
+    assert y.data_ptr() != args[6].data_ptr()
+    assert torch.equal(args[6], u)
