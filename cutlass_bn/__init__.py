@@ -1,4 +1,4 @@
-"""Batch normalisation for PyTorch on GPUs: Linear + BatchNorm1d fused, and BatchNorm2d, as fast as the hardware and exact."""
+"""Batch normalisation for PyTorch on GPUs, fast and exact: Linear + BatchNorm1d fused, and BatchNorm2d."""
 
 from . import functional
 from ._explain import Plan, explain

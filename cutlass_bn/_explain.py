@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from . import _library, functional
-from .functional import _linear_batch_norm
+from .functional import _batch_norm, _linear_batch_norm
 from .modules import BatchNorm2d, LinearBatchNorm1d
 from .ops import linear_batch_norm as linear_ops
 
@@ -76,9 +75,19 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     return Plan(path, detail, "") if path == "fused" else Plan(path, "", detail)
 
 
-def _plan_batch_norm(target: Any, input: Tensor, *_: Any, **__: Any) -> Plan:
-    if not input.is_cuda or input.dtype == torch.float64:
-        reason = "the input is float64" if input.is_cuda else f"the input is on {input.device.type}"
+def _plan_batch_norm_module(module: BatchNorm2d, input: Tensor) -> Plan:
+    return _plan_batch_norm(
+        functional.batch_norm, input, module.running_mean, module.running_var, module.weight, module.bias
+    )
+
+
+def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    input = a["input"]
+    reason = _batch_norm.reason_for_reference(input, a["running_mean"], a["running_var"], a["weight"], a["bias"])
+    if reason is not None:
         return Plan("reference", "", reason)
     _library.require()
     channels_last = input.movedim(1, -1)
@@ -94,6 +103,6 @@ def _plan_batch_norm(target: Any, input: Tensor, *_: Any, **__: Any) -> Plan:
 _PLANS: tuple[tuple[Any, Callable[..., Plan]], ...] = (
     (LinearBatchNorm1d, _plan_linear_module),
     (functional.linear_batch_norm, _plan_linear),
-    (BatchNorm2d, _plan_batch_norm),
+    (BatchNorm2d, _plan_batch_norm_module),
     (functional.batch_norm, _plan_batch_norm),
 )

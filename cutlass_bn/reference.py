@@ -29,13 +29,13 @@ def batch_norm(
     """
     channels_shape = [1, -1] + [1] * (x.dim() - 2)
     wide = x.double()
-    if training or running_mean is None:
+    if training or running_mean is None or running_var is None:
         if training and num_batches_tracked is not None:
             num_batches_tracked.add_(1)
         if x.numel() == 0:
             return _scale_and_shift(wide, weight, bias, channels_shape).to(x.dtype)
         var, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
-        if training and running_mean is not None:
+        if running_mean is not None and running_var is not None:
             count = x.numel() // x.size(1)
             _update_running(running_mean, running_var, num_batches_tracked, mean, var, count, momentum)
     else:
@@ -69,10 +69,10 @@ def linear_batch_norm(
     wide = u.double()
     gain = torch.ones((), dtype=wide.dtype, device=u.device) if scale is None else scale.double()
     offset = torch.zeros((), dtype=wide.dtype, device=u.device) if bias is None else bias.double()
-    if training or running_mean is None:
+    if training or running_mean is None or running_var is None:
         if training and num_batches_tracked is not None:
             num_batches_tracked.add_(1)
-        if u.size(0) == 0:
+        if u.numel() == 0:
             z = (wide + offset) * gain  # no element, but connected to every input that asks for a gradient
             return _scale_and_shift(z, gamma, beta, [1, -1]).to(dtype)
         # The bias cancels in y: moments of u alone, so that a large bias can't hurt them.
@@ -80,7 +80,7 @@ def linear_batch_norm(
         centred, var_z = (wide - mean) * gain, var * gain.square()
         if bias is not None:
             centred = centred + (offset - offset)  # its gradient is zero, not missing
-        if training and running_mean is not None:
+        if running_mean is not None and running_var is not None:
             mean_z = (mean + offset) * gain
             _update_running(running_mean, running_var, num_batches_tracked, mean_z, var_z, u.size(0), momentum)
     else:
@@ -98,7 +98,7 @@ def _scale_and_shift(x: Tensor, gain: Tensor | None, shift: Tensor | None, shape
     return x
 
 
-@torch.no_grad()
+@torch.no_grad()  # and detached below: no_grad lets the tangents of forward-mode differentiation through
 def _update_running(
     running_mean: Tensor,
     running_var: Tensor,
@@ -109,7 +109,12 @@ def _update_running(
     momentum: float | None,
 ) -> None:
     """running <- (1 - f) * running + f * batch, with f = momentum, or 1 / num_batches_tracked where that is None."""
-    factor = 1.0 / num_batches_tracked.double() if momentum is None else momentum
+    if momentum is not None:
+        factor: float | Tensor = momentum
+    elif num_batches_tracked is not None:
+        factor = 1.0 / num_batches_tracked.double()
+    else:
+        raise ValueError("momentum None is an average over num_batches_tracked, which is not given")
     unbiased = var * (count / max(count - 1, 1))
     for running, batch in ((running_mean, mean), (running_var, unbiased)):
-        running.copy_((1.0 - factor) * running.double() + factor * batch)
+        running.copy_((1.0 - factor) * running.double() + factor * batch.detach())

@@ -88,9 +88,9 @@ def test_path_by_dtype(m, dtype, tf32, path, training):
 )
 def test_path_by_layout(x, path, reason):
     module = LinearBatchNorm1d(64, 128, device="cuda", dtype=BF16)
-    input = x().to(BF16)
+    input = x()
     strides, offset = input.stride(), input.storage_offset()
-    storage = torch.ones(input.untyped_storage().size() // 2, device="cuda", dtype=BF16)
+    storage = torch.ones(input.untyped_storage().size() // input.element_size(), device="cuda", dtype=BF16)
     plan = explain(module, storage.as_strided(input.shape, strides, offset))
     assert plan.path == path, plan
     assert reason in plan.reason

@@ -193,23 +193,3 @@ def test_device_that_is_not_current(training):
     assert y.device == x.device
     assert max_error(y, expected) < 1e-5
     assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@TRAINING
-@pytest.mark.parametrize(
-    ("dtype", "tf32", "m", "n", "k"),
-    [
-        (BF16, False, 130, 136, 72),
-        (torch.float32, True, 70, 132, 36),
-        (torch.float32, False, 70, 33, 25),
-        (FP16, False, 2, 8, 8),
-    ],
-)
-def test_small_cases_for_the_sanitizer(dtype, tf32, m, n, k, training):
-    module, x = module_and_input("cuda", m=m, n=n, k=k)
-    module, x = module.to(dtype).train(training), x.to(dtype).requires_grad_()
-    with fp32_precision(tf32):
-        module(x).sum().backward()
-    assert torch.isfinite(x.grad).all()

@@ -36,7 +36,7 @@ struct ChannelMapParams {
     } else {
       mean = running_mean.load(channel);
       remainder = 0.f;
-      invstd = 1.f / sqrtf(running_var.load(channel) + eps);
+      invstd = __frsqrt_rn(running_var.load(channel) + eps);
     }
     float const gain = weight.load_or(channel, 1.f) * invstd;
     return {mean, gain, fmaf(-remainder, gain, bias.load_or(channel, 0.f))};

@@ -84,6 +84,8 @@ void launch_stats(StatsParams const& params, cudaStream_t stream) {
 }
 
 void launch_column_moments(ColumnMomentsParams const& params, cudaStream_t stream) {
+  CUTLASS_BN_CHECK(0 < params.rows_per_tile && params.rows_per_tile <= kMaxRowsPerTile, "rows_per_tile: expected 1 to ",
+                   kMaxRowsPerTile, ", got ", params.rows_per_tile);
   ChannelView const view{params.rows, params.channels, 1, params.row_stride};
   launch_column_stats({params.x, params.dtype, view, params.rows_per_tile, params.partials}, stream);
 }

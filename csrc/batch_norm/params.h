@@ -33,7 +33,7 @@ struct ColumnMomentsParams {
   int64_t rows = 0;
   int64_t channels = 0;
   int64_t row_stride = 0;      // elements
-  int64_t rows_per_tile = 0;   // any positive number; choose_rows_per_tile(rows, channels, dtype) is a good one
+  int64_t rows_per_tile = 0;   // 1 to 2^24; choose_rows_per_tile(rows, channels, dtype) is a good one
   float2* partials = nullptr;  // [ceil(rows / rows_per_tile), channels]: (mean, M2) of each tile's rows
 };
 

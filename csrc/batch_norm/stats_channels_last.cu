@@ -1,9 +1,9 @@
 // Moments of each channel's tiles where channels are adjacent (channels_last, [rows, C] matrices) or planes are small.
 #include "batch_norm/block_walk.cuh"
 #include "batch_norm/kernels.h"
-#include "batch_norm/packet.cuh"
 #include "batch_norm/tile_moments.cuh"
 #include "common/launch.cuh"
+#include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
 namespace {
@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
   allow_next_kernel();
 
   // Thread (row, vector): rows row, row + block_rows, ... of the tile, V columns at a time.
-  Block const block = block_at(blockIdx.x, t.order);
+  // From the last block to the first, as the transform starts with the first: it finds in L2 what was read last here.
+  Block const block = block_at(gridDim.x - 1 - blockIdx.x, t.order);
   int const row = threadIdx.x / t.block_vectors, vector = threadIdx.x - row * t.block_vectors;
   int64_t const column = (int64_t(block.lane) * t.block_vectors + vector) * V;
   int64_t const first_row = block.tile * t.rows_per_tile;
@@ -26,6 +27,14 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
 
   TileMoments moments[V];
   Packet<T, V> loaded[kUnroll] = {};
+  float count = 0.f;  // of each column: they share the weights of their merges
+  auto const absorb_all = [&](int values, auto const& chunk_moments) {
+    float const before = count;
+    count += float(values);
+    float const weight = __fdividef(float(values), count);
+#pragma unroll
+    for (int v = 0; v < V; ++v) absorb(moments[v], chunk_moments(v), weight, before * weight);
+  };
   if (active) {
     int64_t const stride = t.block_rows * t.row_stride;
     T const* from = x + (first_row + row) * t.row_stride + column;
@@ -35,10 +44,7 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
       uint64_t const policy = r >= rows - keep_rows ? keep : stream;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) loaded[u].load(from + u * stride, policy);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        moments[v] = merge(moments[v], moments_of<kUnroll>([&](int u) { return loaded[u][v]; }));
-      }
+      absorb_all(kUnroll, [&](int v) { return moments_of<kUnroll>([&](int u) { return loaded[u][v]; }); });
     }
     if (r < rows) {
       int const left = (rows - r + t.block_rows - 1) / t.block_rows;
@@ -47,11 +53,10 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
         loaded[u] = {};
         if (u < left) loaded[u].load(from + u * stride, keep);
       }
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        moments[v] = merge(moments[v], moments_of<kUnroll>([&](int u) { return loaded[u][v]; }, left));
-      }
+      absorb_all(left, [&](int v) { return moments_of<kUnroll>([&](int u) { return loaded[u][v]; }, left); });
     }
+#pragma unroll
+    for (int v = 0; v < V; ++v) moments[v].count = count;
   }
 
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its moments to the lower half.

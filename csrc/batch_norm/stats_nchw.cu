@@ -1,9 +1,9 @@
 // Moments of each channel's tiles where planes are large: NCHW.
 #include "batch_norm/block_walk.cuh"
 #include "batch_norm/kernels.h"
-#include "batch_norm/packet.cuh"
 #include "batch_norm/tile_moments.cuh"
 #include "common/launch.cuh"
+#include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
 namespace {
@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  Block const block = block_at(blockIdx.x, t.order);
+  // From the last block to the first, as the transform starts with the first: it finds in L2 what was read last here.
+  Block const block = block_at(gridDim.x - 1 - blockIdx.x, t.order);
   PlaneWalk<V> const walk(t, block.tile, block.lane);
   int const count = static_cast<int>(min(int64_t(t.vectors_per_tile), t.vectors - block.tile * t.vectors_per_tile));
   int64_t const keep_from = count - kept_bytes(blockIdx.x, t.order) / int(sizeof(T) * V);

@@ -2,8 +2,6 @@
 // instead of the mean, and the fp32 mean that a tile reports is correctly rounded.
 #pragma once
 
-#include "common/moments.cuh"
-
 namespace cutlass_bn::batch_norm {
 
 // The mean is mean + remainder. The count is exact up to 2^24.
@@ -14,19 +12,30 @@ struct TileMoments {
   float m2 = 0.f;
 };
 
-// Chan's formula (common/moments.cuh) on two-part means. Two sets with the same single value merge without any rounding.
-__device__ __forceinline__ TileMoments merge(TileMoments const& a, TileMoments const& b) {
-  if (b.count == 0.f) return a;
-  if (a.count == 0.f) return b;
-  float const count = a.count + b.count;
+// Chan's merge of b into a on two-part means, but for the count: weight = b.count / (a.count + b.count), m2_weight = a.count *
+// weight. Where a is empty weight is 1 and a must be zero. Two sets with the same single value merge without any rounding.
+__device__ __forceinline__ void absorb(TileMoments& a, TileMoments const& b, float weight, float m2_weight) {
   float const delta = (b.mean - a.mean) + (b.remainder - a.remainder);
-  float const weight = __fdividef(b.count, count);
   float const step = __fmul_rn(delta, weight);
   // Knuth's two-sum: mean + error = a.mean + step exactly. The intrinsics keep the compiler from contracting it.
   float const mean = __fadd_rn(a.mean, step);
   float const added = __fsub_rn(mean, a.mean);
   float const error = __fadd_rn(__fsub_rn(a.mean, __fsub_rn(mean, added)), __fsub_rn(step, added));
-  return {count, mean, a.remainder + error, a.m2 + b.m2 + delta * delta * (a.count * weight)};
+  a.mean = mean;
+  a.remainder += error;
+  a.m2 = fmaf(delta * m2_weight, delta, a.m2 + b.m2);
+}
+
+// The moments of the union of two sets (T. Chan, G. Golub, R. LeVeque, 1983, eq. 2.1). An empty side does not contribute, whatever
+// its mean.
+__device__ __forceinline__ TileMoments merge(TileMoments a, TileMoments const& b) {
+  if (b.count == 0.f) return a;
+  if (a.count == 0.f) return b;
+  float const count = a.count + b.count;
+  float const weight = __fdividef(b.count, count);
+  absorb(a, b, weight, a.count * weight);
+  a.count = count;
+  return a;
 }
 
 // `near` is close to the mean of the values; the deviations from it give the rest. `value(i)` is called for i < N, and counts

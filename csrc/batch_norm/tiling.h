@@ -1,5 +1,4 @@
-// How a ChannelView is cut into blocks of work. Statistics and transform share it, so that the transform can walk the blocks in the
-// opposite order and find in the L2 cache what the statistics read last.
+// How a ChannelView is cut into blocks of work by the statistics.
 //
 // Planes (inner is large): a block takes one channel's rows of one tile, V at a time, across plane borders.
 // Columns (inner is small or 1): the view is a matrix [outer, channels * inner]; a thread owns V adjacent columns and walks down

@@ -1,50 +1,88 @@
-// y = (x - mean) * (weight * invstd) + bias where channels are adjacent (channels_last, [N, C]) or planes are small.
-#include "batch_norm/block_walk.cuh"
+// y = (x - mean) * (weight * invstd) + bias where channels are adjacent (channels_last, [N, C]) or planes are small. Short blocks in
+// the order of memory, as in transform_nchw.cu, but long enough to pay for their channels' parameters.
 #include "batch_norm/channel_map.cuh"
 #include "batch_norm/kernels.h"
 #include "batch_norm/launch.h"
-#include "batch_norm/packet.cuh"
 #include "common/launch.cuh"
+#include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
 namespace {
 
+constexpr int kAccesses = 2;  // of a thread, in flight together
+constexpr int kBatches = 4;   // so many times
+constexpr int kMaxBlockChannels = kColumnVectors * 8;
+
+// A block covers block_vectors vectors of kBatches * kAccesses * block_rows rows; a thread keeps its columns.
+struct ColumnSegments {
+  int64_t rows;     // outer
+  int64_t columns;  // channels * inner
+  int64_t channels;
+  int64_t row_stride;
+  uint32_t lanes;  // blocks side by side
+  int32_t block_vectors;
+  int32_t block_rows;
+  int32_t block_channels;
+  FastDivisor inner;
+
+  int64_t blocks() const { return ceil_div(rows, int64_t(block_rows) * (kAccesses * kBatches)) * lanes; }
+};
+
+ColumnSegments cut_columns(ChannelView const& view, int V) {
+  ColumnSegments s{};
+  s.rows = view.outer;
+  s.columns = view.channels * view.inner;
+  s.channels = view.channels;
+  s.row_stride = view.outer_stride;
+  s.block_vectors = column_block_vectors(view, V);
+  s.block_rows = kThreads / s.block_vectors;
+  s.block_channels = static_cast<int32_t>(s.block_vectors * V / view.inner);
+  s.lanes = static_cast<uint32_t>(ceil_div(view.channels, s.block_channels));
+  s.inner = FastDivisor(static_cast<uint32_t>(view.inner));
+  CUTLASS_BN_CHECK(s.block_channels <= kMaxBlockChannels, "a block of ", s.block_channels, " channels");
+  return s;
+}
+
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
-    column_transform_kernel(T const* x, T* y, __grid_constant__ ChannelMapParams const maps,
-                            __grid_constant__ ColumnTiling const t) {
+__global__ void __launch_bounds__(kThreads, V == 8 ? 4 : 6)
+    column_transform_kernel(T const* x, T* y, __grid_constant__ ChannelMapParams const params,
+                            __grid_constant__ ColumnSegments const s) {
+  __shared__ float mean[kMaxBlockChannels], gain[kMaxBlockChannels], shift[kMaxBlockChannels];
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  // The opposite order of the statistics, as in transform_nchw.cu.
-  Block const block = block_at(gridDim.x - 1 - blockIdx.x, t.order);
-  int const row = threadIdx.x / t.block_vectors, vector = threadIdx.x - row * t.block_vectors;
-  int64_t const column = (int64_t(block.lane) * t.block_vectors + vector) * V;
-  int64_t const first_row = block.tile * t.rows_per_tile;
-  int const rows = static_cast<int>(min(int64_t(t.rows_per_tile), t.rows - first_row));
-  if (row >= t.block_rows || column >= t.columns) return;
+  uint32_t const tile = blockIdx.x / s.lanes, lane = blockIdx.x - tile * s.lanes;
+  int64_t const first_channel = int64_t(lane) * s.block_channels;
+  for (int c = threadIdx.x; c < s.block_channels && first_channel + c < s.channels; c += kThreads) {
+    ChannelMap const map = params.at(first_channel + c);
+    mean[c] = map.mean, gain[c] = map.gain, shift[c] = map.shift;
+  }
+  __syncthreads();
 
+  int const thread_row = threadIdx.x / s.block_vectors, vector = threadIdx.x - thread_row * s.block_vectors;
+  int64_t const column = (int64_t(lane) * s.block_vectors + vector) * V;
+  if (thread_row >= s.block_rows || column >= s.columns) return;
   ChannelMap map[V];
 #pragma unroll
-  for (int v = 0; v < V; ++v) map[v] = maps.at(t.inner == 1 ? column + v : (column + v) / t.inner);
-  uint64_t const stream = evict_first_policy();
-  int64_t const start = (first_row + row) * t.row_stride + column, stride = t.block_rows * t.row_stride;
-  int const mine = (rows - row + t.block_rows - 1) / t.block_rows;  // not positive: none
-
-  Packet<T, V> loaded[kUnroll];
-  for (int i = (mine - 1) / kUnroll * kUnroll; i >= 0 && i < mine; i -= kUnroll) {
-    int64_t const at = start + i * stride;
-    bool const full = i + kUnroll <= mine;
+  for (int v = 0; v < V; ++v) {
+    uint32_t const c = s.inner.divisor == 1 ? vector * V + v : s.inner.quotient(vector * V + v);
+    map[v] = {mean[c], gain[c], shift[c]};
+  }
+  int64_t row = int64_t(tile) * (s.block_rows * kAccesses * kBatches) + thread_row;
+#pragma unroll 1
+  for (int batch = 0; batch < kBatches; ++batch, row += s.block_rows * kAccesses) {
+    Packet<T, V> values[kAccesses];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (full || i + u < mine) loaded[u].load(x + at + u * stride, stream);
+    for (int i = 0; i < kAccesses; ++i) {
+      int64_t const r = row + i * s.block_rows;
+      if (r < s.rows) values[i].load(x + r * s.row_stride + column);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (full || i + u < mine) {
-        loaded[u].transform([&](int i, float v) { return map[i](v); });
-        loaded[u].store(y + at + u * stride);
-      }
+    for (int i = 0; i < kAccesses; ++i) {
+      int64_t const r = row + i * s.block_rows;
+      if (r >= s.rows) return;
+      values[i].transform([&](int v, float value) { return map[v](value); });
+      values[i].store(y + r * s.row_stride + column);
     }
   }
 }
@@ -55,9 +93,10 @@ void launch_column_transform(TransformParams const& p, cudaStream_t stream) {
   dispatch_vector(p.dtype, p.view, is_aligned(p.x) && is_aligned(p.y), [&](auto tag, auto width) {
     using T = typename decltype(tag)::type;
     constexpr int V = decltype(width)::value;
-    ColumnTiling const tiling = tile_columns(p.view, choose_rows_per_tile(p.view, p.dtype), V, sizeof(T));
-    launch_kernel(column_transform_kernel<T, V>, dim3(static_cast<unsigned>(tiling.order.blocks())), dim3(kThreads), 0, stream,
-                  static_cast<T const*>(p.x), static_cast<T*>(p.y), ChannelMapParams(p), tiling);
+    ColumnSegments const segments = cut_columns(p.view, V);
+    CUTLASS_BN_CHECK(segments.blocks() <= INT32_MAX, "input: too many blocks of work (", segments.blocks(), ")");
+    launch_kernel(column_transform_kernel<T, V>, dim3(static_cast<unsigned>(segments.blocks())), dim3(kThreads), 0, stream,
+                  static_cast<T const*>(p.x), static_cast<T*>(p.y), ChannelMapParams(p), segments);
   });
 }
 

@@ -16,16 +16,31 @@ struct ChannelVector {
 
   __host__ __device__ explicit operator bool() const { return data != nullptr; }
 
+#ifdef __CUDACC__
+  // Without branches, so that the loads of several vectors are in flight together. Volatile: stays behind wait_for_previous_kernel().
   __device__ __forceinline__ float load(int64_t i) const {
-    switch (dtype) {
-      case DType::kFloat16: return __half2float(static_cast<__half const*>(data)[i]);
-      case DType::kBFloat16: return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[i]);
-      default: return static_cast<float const*>(data)[i];
-    }
+    bool const wide = dtype == DType::kFloat32;
+    char const* const p = static_cast<char const*>(data) + i * (wide ? 4 : 2);
+    uint32_t bits;
+    asm volatile(
+        "{\n"
+        ".reg .pred wide;\n"
+        ".reg .b16 half;\n"
+        "setp.ne.u32 wide, %2, 0;\n"
+        "@wide ld.global.b32 %0, [%1];\n"
+        "@!wide ld.global.b16 half, [%1];\n"
+        "@!wide cvt.u32.u16 %0, half;\n"
+        "}\n"
+        : "=r"(bits)
+        : "l"(p), "r"(uint32_t(wide)));
+    float const as_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    float const as_float = __uint_as_float(dtype == DType::kBFloat16 ? bits << 16 : bits);
+    return dtype == DType::kFloat16 ? as_half : as_float;
   }
 
   // `absent` where the vector is not given: 1 for gamma and scale, 0 for beta and bias.
   __device__ __forceinline__ float load_or(int64_t i, float absent) const { return data ? load(i) : absent; }
+#endif
 };
 
 struct MutableChannelVector {
@@ -34,6 +49,7 @@ struct MutableChannelVector {
 
   __host__ __device__ explicit operator bool() const { return data != nullptr; }
 
+#ifdef __CUDACC__
   __device__ __forceinline__ float load(int64_t i) const { return ChannelVector{data, dtype}.load(i); }
 
   __device__ __forceinline__ void store(int64_t i, double value) const {
@@ -43,6 +59,7 @@ struct MutableChannelVector {
       default: static_cast<float*>(data)[i] = static_cast<float>(value);
     }
   }
+#endif
 };
 
 }  // namespace cutlass_bn

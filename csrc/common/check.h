@@ -32,18 +32,18 @@ template <class... Parts>
 
 }  // namespace cutlass_bn
 
-#define CUTLASS_BN_CHECK(condition, ...)      \
-  do {                                        \
-    if (!(condition)) {                       \
-      ::cutlass_bn::fail(__VA_ARGS__);        \
-    }                                         \
+#define CUTLASS_BN_CHECK(condition, ...) \
+  do {                                   \
+    if (!(condition)) {                  \
+      ::cutlass_bn::fail(__VA_ARGS__);   \
+    }                                    \
   } while (0)
 
-#define CUTLASS_BN_CUDA(call)                                   \
-  do {                                                          \
-    cudaError_t const status_ = (call);                         \
-    if (status_ != cudaSuccess) {                               \
-      (void)cudaGetLastError();                                 \
-      ::cutlass_bn::fail_cuda(status_, #call);                  \
-    }                                                           \
+#define CUTLASS_BN_CUDA(call)                  \
+  do {                                         \
+    cudaError_t const status_ = (call);        \
+    if (status_ != cudaSuccess) {              \
+      (void)cudaGetLastError();                \
+      ::cutlass_bn::fail_cuda(status_, #call); \
+    }                                          \
   } while (0)

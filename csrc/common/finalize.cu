@@ -5,8 +5,7 @@
 namespace cutlass_bn {
 namespace {
 
-constexpr int kColumns = 32;  // channels per block: one warp reads 256 contiguous bytes of a tile's moments
-constexpr int kSlices = 8;    // warps per block, each takes every eighth tile
+constexpr int kThreads = 512;
 
 // Sums over tiles around a shift, in fp64. The shift is the first tile's mean, so nothing cancels that a merge would keep.
 struct TileSums {
@@ -15,17 +14,39 @@ struct TileSums {
   double m2 = 0;            // sum M2_i
 };
 
-__global__ void __launch_bounds__(kColumns* kSlices) finalize_kernel(FinalizeParams const p) {
+__device__ __forceinline__ void add(TileSums& a, TileSums const& b) {
+  a.delta += b.delta;
+  a.delta_square += b.delta_square;
+  a.m2 += b.m2;
+}
+
+// kColumns channels a block, the threads of each taking its tiles in turn. Few channels get narrow blocks, or there would be too
+// few of them.
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads) finalize_kernel(FinalizeParams const p) {
+  constexpr int kSlices = kThreads / kColumns;
+  constexpr int kWarps = kThreads / 32;
   wait_for_previous_kernel();
   allow_next_kernel();
   int const lane = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
   int64_t const channel = int64_t(blockIdx.x) * kColumns + lane;
   bool const valid = channel < p.channels;
 
+  // The first threads will need these at the end: asked for now, they arrive meanwhile.
+  float scale = 1.f, bias = 0.f, old_mean = 0.f, old_var = 0.f;
+  if (valid && slice == 0) {
+    scale = p.scale.load_or(channel, 1.f);
+    bias = p.bias.load_or(channel, 0.f);
+    if (p.running_mean) {
+      old_mean = p.running_mean.load(channel);
+      old_var = p.running_var.load(channel);
+    }
+  }
+
   TileSums sums;
   double const shift = valid ? double(p.partials[channel].x) : 0.0;
   if (valid) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t tile = slice; tile < p.tiles; tile += kSlices) {
       float2 const partial = p.partials[tile * p.channels + channel];
       int64_t const left = p.rows - tile * p.rows_per_tile;
@@ -36,38 +57,38 @@ __global__ void __launch_bounds__(kColumns* kSlices) finalize_kernel(FinalizePar
       sums.m2 += double(partial.y);
     }
   }
-  __shared__ TileSums shared[kSlices][kColumns];
-  shared[slice][lane] = sums;
+  for (int distance = 16; distance >= kColumns; distance /= 2) {
+    constexpr unsigned kAll = 0xffffffffu;
+    add(sums, {__shfl_xor_sync(kAll, sums.delta, distance), __shfl_xor_sync(kAll, sums.delta_square, distance),
+               __shfl_xor_sync(kAll, sums.m2, distance)});
+  }
+  __shared__ TileSums shared[kWarps][kColumns];
+  if (threadIdx.x % 32 < kColumns) shared[threadIdx.x / 32][lane] = sums;
   __syncthreads();
   if (slice != 0) return;
 
   if (channel == 0 && p.num_batches_tracked != nullptr && !p.cumulative) *p.num_batches_tracked += 1;
   if (!valid) return;
 #pragma unroll
-  for (int i = 1; i < kSlices; ++i) {
-    sums.delta += shared[i][lane].delta;
-    sums.delta_square += shared[i][lane].delta_square;
-    sums.m2 += shared[i][lane].m2;
-  }
+  for (int warp = 1; warp < kWarps; ++warp) add(sums, shared[warp][lane]);
   double const rows = double(p.rows);
   double const offset = sums.delta / rows;
   double const mean = shift + offset;
   double const between = sums.delta_square - sums.delta * offset;
   double const m2 = sums.m2 + (between < 0.0 ? 0.0 : between);  // keeps NaN
-  double const scale = p.scale.load_or(channel, 1.f);
+  double const scale_square = double(scale) * double(scale);
 
   float const rounded_mean = float(mean);
   p.stats[channel] = rounded_mean;
   p.stats[p.channels + channel] = float(mean - double(rounded_mean));
-  p.stats[2 * p.channels + channel] = float(rsqrt(scale * scale * (m2 / rows) + p.eps));
+  p.stats[2 * p.channels + channel] = float(rsqrt(scale_square * (m2 / rows) + p.eps));
 
   if (p.running_mean) {
     double const factor = p.cumulative ? 1.0 / double(*p.num_batches_tracked) : p.momentum;
-    double const mean_z = scale * (mean + double(p.bias.load_or(channel, 0.f)));
-    double const var_z = scale * scale * (m2 / (rows - 1.0));
-    double const old_mean = p.running_mean.load(channel), old_var = p.running_var.load(channel);
-    p.running_mean.store(channel, (1.0 - factor) * old_mean + factor * mean_z);
-    p.running_var.store(channel, (1.0 - factor) * old_var + factor * var_z);
+    double const mean_z = double(scale) * (mean + double(bias));
+    double const var_z = scale_square * (m2 / (rows - 1.0));
+    p.running_mean.store(channel, (1.0 - factor) * double(old_mean) + factor * mean_z);
+    p.running_var.store(channel, (1.0 - factor) * double(old_var) + factor * var_z);
   }
 }
 
@@ -85,8 +106,15 @@ void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream) {
 void launch_finalize(FinalizeParams const& params, cudaStream_t stream) {
   // A cumulative average divides by the counter in every block, so it has to advance before all of them.
   if (params.cumulative && params.num_batches_tracked != nullptr) launch_count_batch(params.num_batches_tracked, stream);
-  int64_t const blocks = (params.channels + kColumns - 1) / kColumns;
-  launch_kernel(finalize_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kColumns * kSlices), 0, stream, params);
+  auto const launch = [&](auto kernel, int64_t columns) {
+    launch_kernel(kernel, dim3(static_cast<unsigned>((params.channels + columns - 1) / columns)), dim3(kThreads), 0, stream,
+                  params);
+  };
+  if (params.channels >= 32 * device_info().sm_count / 2) {
+    launch(finalize_kernel<32>, 32);
+  } else {
+    launch(finalize_kernel<8>, 8);
+  }
 }
 
 }  // namespace cutlass_bn

@@ -19,12 +19,12 @@ struct FinalizeParams {
   float2 const* partials = nullptr;  // [tiles, channels]: (mean, M2) of each tile's rows
   int64_t tiles = 0;
   int64_t channels = 0;
-  int64_t rows = 0;           // values per channel, n
-  int64_t rows_per_tile = 0;  // of every tile but the last, which has what is left
-  ChannelVector scale;        // [channels]; absent: 1
-  ChannelVector bias;         // [channels]; absent: 0
-  MutableChannelVector running_mean;  // [channels]; absent: not tracked
-  MutableChannelVector running_var;   // [channels]
+  int64_t rows = 0;                        // values per channel, n
+  int64_t rows_per_tile = 0;               // of every tile but the last, which has what is left
+  ChannelVector scale;                     // [channels]; absent: 1
+  ChannelVector bias;                      // [channels]; absent: 0
+  MutableChannelVector running_mean;       // [channels]; absent: not tracked
+  MutableChannelVector running_var;        // [channels]
   int64_t* num_batches_tracked = nullptr;  // [1]; null: not counted
   double momentum = 0.1;
   bool cumulative = false;

@@ -1,65 +1,44 @@
-// The normalise pass: reads u once, writes y once, at the speed of memory. A thread owns a few adjacent columns, whose parameters
-// it keeps in registers, and walks down the rows.
-#include <algorithm>
-
+// The normalise pass: reads u once, writes y once, at the speed of memory. Many short blocks in the order of memory keep reads and
+// writes close together in DRAM (docs/performance.md); what a block's columns need is worked out once, by all its threads.
 #include "common/launch.cuh"
-#include "common/vector_access.cuh"
+#include "common/packet.cuh"
 #include "linear_bn/launch.h"
 
 namespace cutlass_bn::linear_bn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 3;
+constexpr int kWidth = 64;  // threads side by side, each with N adjacent columns; kThreads / kWidth rows of them
+constexpr int kRowStep = kThreads / kWidth;
+constexpr int kBatches = 2;  // loads of a thread that are in flight together, so many times
 
-// Independent loads per thread. Wider vectors need more registers each, for the data and for the columns' parameters.
-template <int ColumnsPerThread>
-inline constexpr int kLoadsInFlight = ColumnsPerThread == 8 ? 4 : 8;
+template <int N>
+inline constexpr int kRows = N == 8 ? 4 : 8;  // rows of a batch; wider vectors need more registers each
 
-// How the threads lie over the matrix: `width` side by side in a block, the other kThreads / width below them.
-struct Tiling {
-  int width;               // a power of two
-  unsigned column_blocks;  // blocks side by side
-  unsigned row_blocks;     // blocks that share the chunks of a column block
-  int64_t chunks;          // of kThreads / width * kLoadsInFlight rows each
-};
+template <int N>
+inline constexpr int kBlockRows = kRowStep * kRows<N> * kBatches;
 
-// Subtracts first: multiplying out would cancel at a large mean. The mean's remainder keeps its last bits.
-struct BatchMap {
-  float mean, remainder, factor, beta;
-
-  __device__ __forceinline__ void load(NormalizeParams const& p, int64_t column) {
-    mean = p.stats[column];
-    remainder = p.stats[p.n + column];
-    float const invstd = p.stats[2 * p.n + column];
-    factor = p.gamma.load_or(column, 1.f) * (p.scale.load_or(column, 1.f) * invstd);
-    beta = p.beta.load_or(column, 0.f);
-  }
-  __device__ __forceinline__ float operator()(float u) const { return fmaf((u - mean) - remainder, factor, beta); }
-};
-
-struct RunningMap {
+// y = act((scale * u + shift) * factor + beta). For a batch's statistics scale is 1 and shift -mean: the mean is subtracted before
+// anything is multiplied, as multiplying out would cancel at a large mean.
+struct ColumnMap {
   float scale, shift, factor, beta;
 
-  __device__ __forceinline__ void load(NormalizeInferenceParams const& p, int64_t column) {
-    scale = p.scale.load_or(column, 1.f);
-    shift = fmaf(scale, p.bias.load_or(column, 0.f), -p.running_mean.load(column));
-    factor = p.gamma.load_or(column, 1.f) * (1.f / sqrtf(p.running_var.load(column) + p.eps));
-    beta = p.beta.load_or(column, 0.f);
-  }
   __device__ __forceinline__ float operator()(float u) const { return fmaf(fmaf(scale, u, shift), factor, beta); }
 };
 
-template <class Params>
-struct MapFor;
-template <>
-struct MapFor<NormalizeParams> {
-  using type = BatchMap;
-};
-template <>
-struct MapFor<NormalizeInferenceParams> {
-  using type = RunningMap;
-};
+__device__ __forceinline__ ColumnMap column_map(NormalizeParams const& p, int64_t column) {
+  float const invstd = p.stats[2 * p.n + column];
+  float const factor = p.gamma.load_or(column, 1.f) * (p.scale.load_or(column, 1.f) * invstd);
+  float const remainder = p.stats[p.n + column];  // of the mean's rounding
+  return {1.f, -p.stats[column], factor, fmaf(-remainder, factor, p.beta.load_or(column, 0.f))};
+}
+
+__device__ __forceinline__ ColumnMap column_map(NormalizeInferenceParams const& p, int64_t column) {
+  float const scale = p.scale.load_or(column, 1.f);
+  float const shift = fmaf(scale, p.bias.load_or(column, 0.f), -p.running_mean.load(column));
+  float const factor = p.gamma.load_or(column, 1.f) * __frsqrt_rn(p.running_var.load(column) + p.eps);
+  return {scale, shift, factor, p.beta.load_or(column, 0.f)};
+}
 
 // One branch per vector instead of one per element.
 template <int N>
@@ -82,75 +61,68 @@ __device__ __forceinline__ void store_row(Out* y, float const (&v)[N]) {
   constexpr int kStore = N < kVectorWidth<Out> ? N : kVectorWidth<Out>;
 #pragma unroll
   for (int part = 0; part < N / kStore; ++part) {
-    Vector<Out, kStore> packed;
-#pragma unroll
-    for (int i = 0; i < kStore; ++i) packed.value[i] = from_float<Out>(v[part * kStore + i]);
-    store_vector_streaming(y + part * kStore, packed);
+    Packet<Out, kStore> packed;
+    packed.transform([&](int i, float) { return v[part * kStore + i]; });
+    packed.store(y + part * kStore);
   }
 }
 
-// N: columns per thread. Rows are taken from the last to the first: the GEMM wrote the last ones last, so they are still in L2.
+// N: columns per thread. Blocks are taken from the last rows to the first: the GEMM wrote the last ones last, so they are still
+// in L2.
 template <class In, class Out, int N, class Params>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) normalize_kernel(Params const p, Tiling const tiling) {
-  constexpr int kLoads = kLoadsInFlight<N>;
+__global__ void __launch_bounds__(kThreads, 3) normalize_kernel(Params const p, unsigned column_blocks) {
+  constexpr int kLoads = kRows<N>;
+  __shared__ float shared[4][kWidth * N];
   wait_for_previous_kernel();
   allow_next_kernel();
   NormalizeTensors const& t = p.tensors;
-  int const width = tiling.width;
-  int64_t const column = t.n_begin + (int64_t(blockIdx.x % tiling.column_blocks) * width + threadIdx.x % width) * N;
-  if (column >= t.n_end) return;
-  typename MapFor<Params>::type map[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) map[j].load(p, column + j);
+  unsigned const index = gridDim.x - 1 - blockIdx.x;
+  unsigned const row_block = index / column_blocks;
+  int64_t const first_column = t.n_begin + int64_t(index - row_block * column_blocks) * (kWidth * N);
+  for (int c = threadIdx.x; c < kWidth * N && first_column + c < t.n_end; c += kThreads) {
+    ColumnMap const map = column_map(p, first_column + c);
+    shared[0][c] = map.scale, shared[1][c] = map.shift, shared[2][c] = map.factor, shared[3][c] = map.beta;
+  }
+  __syncthreads();
 
-  int const row_step = kThreads / width;
-  int64_t const u_step = row_step * t.ldu, y_step = row_step * t.ldy;
-  for (int64_t chunk = tiling.chunks - 1 - blockIdx.x / tiling.column_blocks; chunk >= 0; chunk -= tiling.row_blocks) {
-    int64_t const first_row = chunk * (row_step * kLoads) + threadIdx.x / width;
-    if (first_row >= t.m) continue;
-    int const rows_left = static_cast<int>(min(t.m - first_row, int64_t(row_step) * kLoads));
-    In const* u = static_cast<In const*>(t.u) + first_row * t.ldu + column;
-    Out* y = static_cast<Out*>(t.y) + first_row * t.ldy + column;
-    Vector<In, N> loaded[kLoads];
+  int const lane = threadIdx.x % kWidth * N;
+  int64_t const column = first_column + lane;
+  if (column >= t.n_end) return;
+  ColumnMap map[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) map[j] = {shared[0][lane + j], shared[1][lane + j], shared[2][lane + j], shared[3][lane + j]};
+
+  int64_t row = int64_t(row_block) * kBlockRows<N> + threadIdx.x / kWidth;
+#pragma unroll 1
+  for (int batch = 0; batch < kBatches; ++batch, row += kRowStep * kLoads) {
+    In const* const u = static_cast<In const*>(t.u) + row * t.ldu + column;
+    Out* const y = static_cast<Out*>(t.y) + row * t.ldy + column;
+    Packet<In, N> loaded[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      loaded[i] = load_vector_streaming<N>(u);
-      if ((i + 1) * row_step < rows_left) u += u_step;  // past the end: the last row once more, without a branch
+      if (row + i * kRowStep < t.m) loaded[i].load(u + i * kRowStep * t.ldu);
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i, y += y_step) {
-      if (i * row_step >= rows_left) break;
+    for (int i = 0; i < kLoads; ++i) {
+      if (row + i * kRowStep >= t.m) return;
       float v[N];
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[j] = map[j](to_float(loaded[i].value[j]));
+      for (int j = 0; j < N; ++j) v[j] = map[j](loaded[i][j]);
       activate_all(v, t.activation);
-      store_row(y, v);
+      store_row(y + i * kRowStep * t.ldy, v);
     }
   }
-}
-
-// The widest block that leaves at most an eighth of its threads idle, but whole warps side by side where there are columns enough.
-Tiling choose_tiling(int64_t vectors, int64_t rows, int loads) {
-  int narrowest = 1;
-  while (narrowest < 32 && narrowest < vectors) narrowest *= 2;
-  Tiling tiling{kThreads, 0, 0, 0};
-  auto const padded = [&] { return (vectors + tiling.width - 1) / tiling.width * tiling.width; };
-  while (tiling.width > narrowest && padded() * 8 > vectors * 9) tiling.width /= 2;
-  int64_t const column_blocks = padded() / tiling.width;
-  int64_t const rows_per_chunk = int64_t(kThreads / tiling.width) * loads;
-  int64_t const resident = int64_t(kBlocksPerMultiprocessor) * device_info().sm_count;
-  tiling.chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
-  tiling.column_blocks = static_cast<unsigned>(column_blocks);
-  tiling.row_blocks = static_cast<unsigned>(std::clamp<int64_t>(resident / column_blocks, 1, tiling.chunks));
-  return tiling;
 }
 
 template <class In, class Out, int N, class Params>
 void launch(Params const& params, cudaStream_t stream) {
   NormalizeTensors const& t = params.tensors;
-  Tiling const tiling = choose_tiling((t.n_end - t.n_begin) / N, t.m, kLoadsInFlight<N>);
-  launch_kernel(normalize_kernel<In, Out, N, Params>, dim3(tiling.column_blocks * tiling.row_blocks), dim3(kThreads), 0, stream,
-                params, tiling);
+  int64_t const column_blocks = (t.n_end - t.n_begin + kWidth * N - 1) / (kWidth * N);
+  int64_t const row_blocks = (t.m + kBlockRows<N> - 1) / kBlockRows<N>;
+  CUTLASS_BN_CHECK(row_blocks * column_blocks <= INT32_MAX, "normalize: too many blocks of work (", row_blocks * column_blocks,
+                   ")");
+  launch_kernel(normalize_kernel<In, Out, N, Params>, dim3(static_cast<unsigned>(row_blocks * column_blocks)), dim3(kThreads), 0,
+                stream, params, static_cast<unsigned>(column_blocks));
 }
 
 bool is_aligned(void const* data, int64_t row_stride, int64_t first_column, DType dtype) {

@@ -1,7 +1,6 @@
 // act(BatchNorm1d(scale * (input weight^T + bias))). Arguments are checked before anything is allocated, launched or changed.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <array>
 #include <tuple>
@@ -83,11 +82,18 @@ class NoGradGuard {
   bool enabled_ = aoti_torch_grad_mode_is_enabled();
 };
 
+// A view, without the dispatcher's detour. The 0 counts from matrix's own offset.
+Tensor transposed(Tensor const& matrix) {
+  std::array<int64_t, 2> const sizes{matrix.size(1), matrix.size(0)}, strides{matrix.stride(1), matrix.stride(0)};
+  AtenTensorHandle view = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), 2, sizes.data(), strides.data(), 0, &view));
+  return Tensor(view);
+}
+
 // u = input weight^T by torch, which follows its own precision switches and handles every stride, and an empty K.
 void matmul_into(Tensor const& u, Tensor const& input, Tensor const& weight) {
   NoGradGuard const no_grad;
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(input),
-                                    torch::stable::detail::from(torch::stable::transpose(weight, 0, 1)),
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(input), torch::stable::detail::from(transposed(weight)),
                                     torch::stable::detail::from(u)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference

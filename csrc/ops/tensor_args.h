@@ -5,12 +5,14 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "common/channel_vector.h"
 #include "common/check.h"
@@ -21,6 +23,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace cutlass_bn::ops {
 
+using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -39,8 +42,7 @@ inline DType dtype_of(Tensor const& t, char const* name) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::Half: return DType::kFloat16;
     case ScalarType::BFloat16: return DType::kBFloat16;
-    default:
-      fail(name, ": expected float32, float16 or bfloat16, got ScalarType code ", static_cast<int>(t.scalar_type()));
+    default: fail(name, ": expected float32, float16 or bfloat16, got ScalarType code ", static_cast<int>(t.scalar_type()));
   }
 }
 
@@ -98,8 +100,8 @@ struct RunningBuffers {
 
 inline RunningBuffers running_buffers(std::optional<Tensor> const& mean, std::optional<Tensor> const& var,
                                       std::optional<Tensor> const& num_batches_tracked, int64_t channels, Tensor const& input) {
-  CUTLASS_BN_CHECK(mean.has_value() == var.has_value(),
-                   "running_mean and running_var: expected both or neither, got only ", mean ? "running_mean" : "running_var");
+  CUTLASS_BN_CHECK(mean.has_value() == var.has_value(), "running_mean and running_var: expected both or neither, got only ",
+                   mean ? "running_mean" : "running_var");
   RunningBuffers buffers;
   buffers.mean = mutable_channel_vector(mean, "running_mean", channels, input);
   buffers.var = mutable_channel_vector(var, "running_var", channels, input);
@@ -113,8 +115,7 @@ inline RunningBuffers running_buffers(std::optional<Tensor> const& mean, std::op
   return buffers;
 }
 
-inline Tensor empty_strided(std::vector<int64_t> const& sizes, std::vector<int64_t> const& strides, ScalarType dtype,
-                            int32_t device_index) {
+inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, ScalarType dtype, int32_t device_index) {
   AtenTensorHandle handle = nullptr;
   CUTLASS_BN_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                             static_cast<int32_t>(dtype) /* c10's code */, aoti_torch_device_type_cuda(),
@@ -124,10 +125,11 @@ inline Tensor empty_strided(std::vector<int64_t> const& sizes, std::vector<int64
 }
 
 // Contiguous, on input's device.
-inline Tensor empty(std::vector<int64_t> const& sizes, ScalarType dtype, Tensor const& input) {
-  std::vector<int64_t> strides(sizes.size());
+template <std::size_t kRank>
+Tensor empty(int64_t const (&sizes)[kRank], ScalarType dtype, Tensor const& input) {
+  std::array<int64_t, kRank> strides;
   int64_t stride = 1;
-  for (std::size_t i = sizes.size(); i-- > 0;) {
+  for (std::size_t i = kRank; i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
@@ -136,7 +138,8 @@ inline Tensor empty(std::vector<int64_t> const& sizes, ScalarType dtype, Tensor 
 
 inline cudaStream_t current_stream(Tensor const& input) {
   void* stream = nullptr;
-  CUTLASS_BN_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support, yet input is on ", device_of(input));
+  CUTLASS_BN_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support, yet input is on ",
+                   device_of(input));
   CUTLASS_BN_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
                    "torch gave no current CUDA stream for ", device_of(input));
   return static_cast<cudaStream_t>(stream);

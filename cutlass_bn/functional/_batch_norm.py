@@ -2,14 +2,19 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import reference
 from .._library import require
 from ..ops import batch_norm as ops
 
-# What torch.library itself uses around the kernels of an op without gradient. Calling an op inside it skips its autograd
-# wrapper, which is Python and costs more than the rest of the call.
+# What torch.library itself puts around the kernels of an op that needs no gradient. Calling the op inside it skips
+# the op's autograd wrapper, which is Python and costs more than the rest of the call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+TRANSFORMED = "torch.func or forward-mode differentiation is active"
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_VECTOR_NAMES = ("running_mean", "running_var", "weight", "bias")
 
 
 def batch_norm(
@@ -56,7 +61,7 @@ def batch_norm_with_counter(
     if input.dim() < 2:
         raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
     if training:
-        if input.size(0) == 1 and input.numel() == input.size(1):
+        if input.size(0) == 1 and input.shape[2:].numel() == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
@@ -67,14 +72,17 @@ def batch_norm_with_counter(
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
 
-    if not input.is_cuda or input.dtype == torch.float64:
+    reason = reason_for_reference(input, running_mean, running_var, weight, bias)
+    if training or reason is not None:
         _check(input, running_mean, running_var, weight, bias)
+    if reason is not None:
         return reference.batch_norm(
             input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps
         )
     require()
     if not input.is_contiguous():
         input = _dense(input)
+    weight, bias = contiguous(weight), contiguous(bias)
     wants_grad = torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -90,6 +98,36 @@ def batch_norm_with_counter(
             return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
         stats = ops.batch_norm_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps)
         return ops.batch_norm_transform(input, stats, weight, bias)
+
+
+def reason_for_reference(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> str | None:
+    """Why the call runs in plain PyTorch (cutlass_bn.reference), or None where our kernels take it."""
+    if not input.is_cuda:
+        return f"the input is on {input.device.type}"
+    if input.dtype not in KERNEL_DTYPES:
+        return f"the input is {str(input.dtype).removeprefix('torch.')}"
+    for vector in (running_mean, running_var, weight, bias):
+        if vector is not None and vector.dtype not in KERNEL_DTYPES:
+            return "a parameter or running statistic is not float32, float16 or bfloat16"
+    for buffer in (running_mean, running_var):
+        if buffer is not None and not buffer.is_contiguous():
+            return "the running statistics are not contiguous"
+    return TRANSFORMED if is_transformed() else None
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work: for those the ops have no rules."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
 def _dense(input: Tensor) -> Tensor:
@@ -111,10 +149,14 @@ def _check(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """The checks that the compiled ops make themselves."""
-    if not input.is_floating_point():
+    """In training two ops run: when the second one finds weight or bias wrong, the first has changed the statistics."""
+    if input.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise NotImplementedError(f'"batch_norm" not implemented for {input.dtype}')
-    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape != (input.size(1),):
-            raise RuntimeError(f"{name} should contain {input.size(1)} elements, got shape {tuple(tensor.shape)}")
+    expected, device = (input.size(1),), input.device
+    for name, vector in zip(_VECTOR_NAMES, (running_mean, running_var, weight, bias), strict=True):
+        if vector is None:
+            continue
+        if vector.shape != expected:
+            raise RuntimeError(f"{name} should contain {input.size(1)} elements, got shape {tuple(vector.shape)}")
+        if vector.device != device:
+            raise RuntimeError(f"{name} should be on {device} like input, is on {vector.device}")

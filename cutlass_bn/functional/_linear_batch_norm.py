@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from .. import _library, reference
 from ..ops import linear_batch_norm as ops
-from ._batch_norm import _below_autograd
+from ._batch_norm import KERNEL_DTYPES, TRANSFORMED, _below_autograd, contiguous, is_transformed
 
-_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_as_it_is = nullcontext()
 _VECTOR_NAMES = ("bias", "scale", "running_mean", "running_var", "gamma", "beta")
 
 
@@ -49,73 +51,78 @@ def linear_batch_norm(
         ValueError: input is not 2-D, a batch of one row in training, an unknown activation. Nothing has changed then.
         RuntimeError: shapes, dtypes or devices that don't fit, or a CUDA tensor without the compiled library.
     """
+    vectors = (bias, scale, running_mean, running_var, gamma, beta)
     of_batch = training or running_mean is None
-    _check(input, weight, bias, scale, running_mean, running_var, gamma, beta, of_batch, activation)
+    _check(input, weight, vectors, of_batch, eps, activation)
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0  # nothing to average over: as torch.nn.BatchNorm1d, leave the running statistics alone
-    if reason_for_reference(input, weight, bias, scale, running_mean, running_var, gamma, beta):
+    if reason_for_reference(input, weight, *vectors):
         return reference.linear_batch_norm(
             input, weight, bias, scale, running_mean, running_var, num_batches_tracked, gamma, beta,
             training, momentum, eps, activation,
         )  # fmt: skip
 
     _library.require()
-    x, w, b = autocast(input), autocast(weight), None if bias is None else autocast(bias).contiguous()
-    scale, gamma, beta = (None if v is None else v.contiguous() for v in (scale, gamma, beta))
+    if torch.is_autocast_enabled("cuda"):
+        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
+    bias, scale, gamma, beta = contiguous(bias), contiguous(scale), contiguous(gamma), contiguous(beta)
+    code, dtype = ops.ACTIVATION_CODES[activation], output_dtype(input, scale)
+    allow_tf32 = input.dtype == torch.float32 and tf32_is_allowed()
     if not training:
         num_batches_tracked = None
-
-    def run() -> Tensor:
-        dtype, code, allow_tf32 = output_dtype(x, scale), ops.ACTIVATION_CODES[activation], tf32_is_allowed()
-        if not training and running_mean is not None and running_var is not None:
-            return ops.inference(x, w, b, scale, running_mean, running_var, gamma, beta, eps, code, dtype, allow_tf32)
-        u, stats = ops.stats(
-            x.detach(), w.detach(), _detach(b), _detach(scale), running_mean, running_var, num_batches_tracked,
-            momentum, eps, allow_tf32,
-        )  # fmt: skip
-        return ops.transform(x, w, b, scale, gamma, beta, u, stats, code, dtype)
-
-    differentiable = (x, w, b, scale, gamma, beta)
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    if wants_grad or torch.compiler.is_compiling():
-        return run()
-    with _below_autograd():
-        return run()
+    recorded = torch.compiler.is_compiling() or _wants_grad(input, weight, bias, scale, gamma, beta)
+    with _as_it_is if recorded else _below_autograd():
+        if not of_batch:
+            return ops.inference(
+                input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, code, dtype, allow_tf32
+            )
+        constants: tuple[Tensor | None, ...] = (input, weight, bias, scale)
+        if recorded:  # an op that mutates cannot have a gradient
+            constants = tuple(None if t is None else t.detach() for t in constants)
+        u, stats = ops.stats(*constants, running_mean, running_var, num_batches_tracked, momentum, eps, allow_tf32)
+        return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, code, dtype)
 
 
-def _detach(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _check(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    vectors: tuple[Tensor | None, ...],
     of_batch: bool,
+    eps: float,
     activation: str | None,
 ) -> None:
     if activation not in ops.ACTIVATION_CODES:
         raise ValueError(f"activation: expected None, 'relu', 'gelu' or 'silu', got {activation!r}")
     if input.dim() != 2:
         raise ValueError(f"expected 2D input (got {input.dim()}D input)")
-    if weight.dim() != 2 or weight.size(1) != input.size(1):
-        raise RuntimeError(f"weight: expected shape [N, {input.size(1)}], got {list(weight.shape)}")
+    if not input.is_floating_point():
+        raise NotImplementedError(f"input: expected a floating-point tensor, got {input.dtype}")
+    if eps < 0.0 or (of_batch and eps == 0.0):
+        raise ValueError(f"batch_norm eps must be positive in training and not negative in evaluation, got {eps}")
+    rows, features = input.shape
+    if weight.dim() != 2 or weight.size(1) != features:
+        raise RuntimeError(f"weight: expected shape [N, {features}], got {list(weight.shape)}")
+    channels = weight.size(0)
+    bias, _, running_mean, running_var, _, _ = vectors
     if (running_mean is None) != (running_var is None):
         raise RuntimeError("running_mean and running_var: expected both or neither")
-    channels = weight.size(0)
-    vectors = (bias, scale, running_mean, running_var, gamma, beta)
+    expected, device = (channels,), input.device
     for name, vector in zip(_VECTOR_NAMES, vectors, strict=True):
-        if vector is not None and (vector.dim() != 1 or vector.size(0) != channels):
+        if vector is not None and vector.shape != expected:
             raise RuntimeError(f"{name}: expected shape [{channels}], got {list(vector.shape)}")
+        if vector is not None and vector.device != device:
+            raise RuntimeError(f"{name}: expected a tensor on {device} like input, got one on {vector.device}")
+    dtype = input.dtype
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and autocast_dtype(tensor) != autocast_dtype(input):
-            raise RuntimeError(f"{name}: expected {input.dtype} like input, got {tensor.dtype}")
-    if of_batch and input.size(0) == 1:
+        if tensor is None or tensor.dtype == dtype:
+            continue
+        if autocast_dtype(tensor) != autocast_dtype(input):
+            raise RuntimeError(f"{name}: expected {dtype} like input, got {tensor.dtype}")
+    if of_batch and rows == 1:
         size = torch.Size([1, channels])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 
@@ -124,15 +131,16 @@ def reason_for_reference(input: Tensor, weight: Tensor, *vectors: Tensor | None)
     """Why the call runs in plain PyTorch (cutlass_bn.reference), or None where our kernels take it."""
     if not input.is_cuda:
         return f"the input is on {input.device.type}"
-    dtype = autocast_dtype(input)
-    if dtype not in _KERNEL_DTYPES:
-        return f"the input is {str(dtype).removeprefix('torch.')}"
+    if input.dtype not in KERNEL_DTYPES:  # autocast leaves these dtypes alone, and makes no others
+        return f"the input is {str(input.dtype).removeprefix('torch.')}"
     _, _, running_mean, running_var, _, _ = vectors
-    if any(v is not None and v.dtype not in _KERNEL_DTYPES for v in vectors):
-        return "a parameter or running statistic is not float32, float16 or bfloat16"
-    if any(v is not None and not v.is_contiguous() for v in (running_mean, running_var)):
-        return "the running statistics are not contiguous"
-    return None
+    for vector in vectors:
+        if vector is not None and vector.dtype not in KERNEL_DTYPES:
+            return "a parameter or running statistic is not float32, float16 or bfloat16"
+    for buffer in (running_mean, running_var):
+        if buffer is not None and not buffer.is_contiguous():
+            return "the running statistics are not contiguous"
+    return TRANSFORMED if is_transformed() else None
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
@@ -149,7 +157,7 @@ def autocast(tensor: Tensor) -> Tensor:
 
 def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     """Of y, with x as linear takes it."""
-    return x.dtype if scale is None else torch.promote_types(x.dtype, scale.dtype)
+    return x.dtype if scale is None or scale.dtype == x.dtype else torch.promote_types(x.dtype, scale.dtype)
 
 
 @torch.compiler.assume_constant_result

@@ -9,7 +9,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional, reference
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETERS = frozenset(("weight", "bias"))
+_BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+_PLAIN = (Tensor, nn.Parameter, type(None))
+_LINEAR_FORWARD, _BATCH_NORM_FORWARD = nn.Linear.forward, nn.BatchNorm1d.forward
 
 
 class LinearBatchNorm1d(nn.Module):
@@ -63,38 +66,59 @@ class LinearBatchNorm1d(nn.Module):
         return functional.linear_batch_norm(x, **self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of functional.linear_batch_norm that the children's present state amounts to."""
-        gemm, bn = self.gemm, self.bn
-        running = not bn.training or bn.track_running_stats
+        """The arguments of functional.linear_batch_norm that the children's present state amounts to.
+
+        For what `reason_not_fused` accepts: its state is all in the dicts of nn.Module, whose __getattr__ takes longer
+        than the rest of this.
+        """
+        children: dict[str, Any] = self._modules
+        gemm, bn = children["gemm"], children["bn"]
+        linear, affine, buffers = gemm._parameters, bn._parameters, bn._buffers
+        training, tracked = bn.training, bn.track_running_stats
+        running = tracked or not training
         return {
-            "weight": gemm.weight,
-            "bias": gemm.bias,
-            "scale": self.scale,
-            "running_mean": bn.running_mean if running else None,
-            "running_var": bn.running_var if running else None,
-            "gamma": bn.weight,
-            "beta": bn.bias,
-            "training": bn.training,
+            "weight": linear["weight"],
+            "bias": linear["bias"],
+            "scale": self._parameters["scale"],
+            "running_mean": buffers["running_mean"] if running else None,
+            "running_var": buffers["running_var"] if running else None,
+            "gamma": affine["weight"],
+            "beta": affine["bias"],
+            "training": training,
             "momentum": bn.momentum,
             "eps": bn.eps,
             "activation": self.activation,
-            "num_batches_tracked": bn.num_batches_tracked if bn.training and bn.track_running_stats else None,
+            "num_batches_tracked": buffers["num_batches_tracked"] if training and tracked else None,
         }
 
     def reason_not_fused(self, x: Tensor) -> str | None:
         """Why the children are called one by one, or None where the fused function may stand for them."""
-        for name, child, plain in (("gemm", self.gemm, nn.Linear), ("bn", self.bn, nn.BatchNorm1d)):
+        children: dict[str, Any] = self._modules
+        gemm, bn = children["gemm"], children["bn"]
+        for name, child, plain, forward in (
+            ("gemm", gemm, nn.Linear, _LINEAR_FORWARD),
+            ("bn", bn, nn.BatchNorm1d, _BATCH_NORM_FORWARD),
+        ):
             if type(child) is not plain:
                 return f"{name} is a {type(child).__name__}"
-            if any(getattr(child, hooks) for hooks in _HOOKS):
+            if plain.forward is not forward:
+                return f"torch.nn.{plain.__name__}.forward is patched"
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
                 return f"{name} has hooks"
             if "forward" in child.__dict__:
                 return f"{name}.forward is patched"
-            if any(is_traceable_wrapper_subclass(p) for p in child._parameters.values() if p is not None):
-                return f"a parameter of {name} is a tensor subclass"
+            if child._parameters.keys() != _PARAMETERS:
+                return f"the parameters of {name} are not weight and bias"
+            for parameter in child._parameters.values():
+                if type(parameter) not in _PLAIN and is_traceable_wrapper_subclass(parameter):
+                    return f"a parameter of {name} is a tensor subclass"
+        if "scale" not in self._parameters:
+            return "scale is not a parameter"
+        if not bn._buffers.keys() >= _BUFFERS:
+            return "the statistics of bn are not its buffers"
         if _has_any_global_hook():
             return "there are global module hooks"
-        if is_traceable_wrapper_subclass(x):
+        if type(x) not in _PLAIN and is_traceable_wrapper_subclass(x):
             return "the input is a tensor subclass"
         if x.dim() != 2:
             return f"the input has {x.dim()} dimensions"

@@ -1,4 +1,4 @@
-"""The registered ops: Python entries, fake implementations and autograd formulas. Importing this loads the library if there is one."""
+"""The registered ops: Python entries, fake implementations, autograd formulas. Importing this loads the library."""
 
 from . import batch_norm, linear_batch_norm
 

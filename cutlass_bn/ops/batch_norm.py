@@ -71,19 +71,17 @@ def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, remainder, invstd = stats.unbind()
         # In x's memory format from here on, whatever grad's is.
         centred = (input.float() - _per_channel(mean, input)).sub_(_per_channel(remainder, input))
-        dweight = (centred * wide_grad).sum(_reduced_dims(grad)) * invstd
+        wide_dweight = (centred * wide_grad).sum(_reduced_dims(grad)) * invstd
         if needs_dx:
             count = max(input.numel() // max(input.size(1), 1), 1)
             gain = invstd if weight is None else invstd * weight
-            centred.mul_(_per_channel(gain * invstd * dweight / -count, input))
+            # Not in place: under is_grads_batched, grad has a hidden dimension that centred has not.
+            centred = centred * _per_channel(gain * invstd * wide_dweight / -count, input)
             centred.addcmul_(wide_grad, _per_channel(gain, input))
             dx = centred.sub_(_per_channel(gain * dbias / count, input)).to(input.dtype)
-    return (
-        dx,
-        None,
-        dweight.to(weight.dtype) if needs_dweight else None,
-        dbias.to(ctx.bias_dtype) if needs_dbias else None,
-    )
+        if needs_dweight:
+            dweight = wide_dweight.to(weight.dtype)
+    return dx, None, dweight, dbias.to(ctx.bias_dtype) if needs_dbias else None
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,8 +106,8 @@ def _save_for_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     # Running buffers may be changed in place before backward: keep values, not the buffers.
     ctx.save_for_backward(
         input if needs_dweight else None,
-        running_mean.float().clone() if needs_dweight else None,
-        torch.rsqrt(running_var.float() + eps) if needs_dx or needs_dweight else None,
+        running_mean.to(torch.float32, copy=True) if needs_dweight else None,
+        running_var.to(torch.float32, copy=True).add_(eps).rsqrt_() if needs_dx or needs_dweight else None,
         weight if needs_dx else None,
     )
     ctx.input_dtype = input.dtype

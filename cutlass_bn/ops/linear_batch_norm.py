@@ -29,68 +29,17 @@ _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 
 
-def stats(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    allow_tf32: bool,
-) -> tuple[Tensor, Tensor]:
-    """u [M, N] in input's dtype, rows padded to 16 bytes; stats float32 [3, N]: mean of u, its remainder, invstd.
-
-    Updates running_mean, running_var and num_batches_tracked in place. Not differentiable: takes detached tensors.
-    """
-    return torch.ops.cutlass_bn.linear_batch_norm_stats(
-        input, weight, bias, scale, running_mean, running_var, num_batches_tracked, momentum, eps, allow_tf32
-    )
-
-
-def transform(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    u: Tensor,
-    stats: Tensor,
-    activation: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """y [M, N] of `dtype` (input's or float32). Differentiable in the first six, to which u and stats belong."""
-    return torch.ops.cutlass_bn.linear_batch_norm_transform(
-        input, weight, bias, scale, gamma, beta, u, stats, activation, dtype
-    )
-
-
-def inference(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: int,
-    dtype: torch.dtype,
-    allow_tf32: bool,
-) -> Tensor:
-    """y [M, N] of `dtype` (input's or float32) from running statistics. Differentiable in all but those."""
-    return torch.ops.cutlass_bn.linear_batch_norm_inference(
-        input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, activation, dtype, allow_tf32
-    )
-
-
-def plan(input: Tensor, weight: Tensor, dtype: torch.dtype, allow_tf32: bool, inference: bool) -> str:
-    """Which kernels such a call takes: "fused: <tile>" or "portable: <reason>"."""
-    return torch.ops.cutlass_bn.linear_batch_norm_plan(input, weight, dtype, allow_tf32, inference)
+if _library.library_is_loaded():
+    _ops = torch.ops.cutlass_bn
+    # -> u [M, N] in input's dtype, rows padded to 16 bytes; stats float32 [3, N]: mean of u, its remainder, invstd.
+    # Updates running_mean, running_var and num_batches_tracked in place. Not differentiable: takes detached tensors.
+    stats = _ops.linear_batch_norm_stats.default
+    # -> y [M, N] of `dtype` (input's or float32). Differentiable in the first six, to which u and stats belong.
+    transform = _ops.linear_batch_norm_transform.default
+    # -> y [M, N] of `dtype` (input's or float32) from running statistics. Differentiable in all but those.
+    inference = _ops.linear_batch_norm_inference.default
+    # -> which kernels such a call takes: "fused: <tile>" or "portable: <reason>".
+    plan = _ops.linear_batch_norm_plan.default
 
 
 def _check_operands(input: Tensor, weight: Tensor) -> None:

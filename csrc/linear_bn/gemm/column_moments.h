@@ -173,7 +173,8 @@ struct ColumnMoments : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
       for (int c = 0; c < kLeft; c += 2) {
         int const slot = lane / 4 * kLeft + c;
         int const column = slot / 2 * 8 + lane % 4 * 2;
-        *reinterpret_cast<float4*>(&shared->warp_moments[thread / 32][column]) = make_float4(mean[c], m2[c], mean[c + 1], m2[c + 1]);
+        *reinterpret_cast<float4*>(&shared->warp_moments[thread / 32][column]) =
+            make_float4(mean[c], m2[c], mean[c + 1], m2[c + 1]);
       }
     }
 
@@ -208,8 +209,8 @@ struct ColumnMoments : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     auto [M, N, K, L] = args.problem_shape_mnkl;
     auto [m, n, k, l] = args.tile_coord_mnkl;
     int const first_column = int(n) * kTileN;
-    return Callbacks(params.partials + int64_t(m) * int64_t(N) + first_column, shared, int(M) - int(m) * kTileM, int(N) - first_column,
-                     args.thread_idx);
+    return Callbacks(params.partials + int64_t(m) * int64_t(N) + first_column, shared, int(M) - int(m) * kTileM,
+                     int(N) - first_column, args.thread_idx);
   }
 };
 

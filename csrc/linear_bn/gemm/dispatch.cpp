@@ -31,8 +31,8 @@ namespace {
 double relative_rate(Tile tile) {
   switch (tile) {
     case Tile::kLarge: return 1.0;
-    case Tile::kMedium: return 0.85;
-    case Tile::kSmall: return 0.6;
+    case Tile::kMedium: return 0.81;
+    case Tile::kSmall: return 0.47;
   }
   fail("unknown tile code ", static_cast<int>(tile));
 }

@@ -69,6 +69,7 @@ struct FoldedBatchNorm : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     SharedStorage* shared;
     int first_column, n;
     int thread;
+    float4 folded[SubtileColumns / 4];  // of this thread's columns of the subtile, two of every eight
 
     CUTLASS_DEVICE Callbacks(Params const& params, SharedStorage* shared, int first_column, int n, int thread)
         : params(params), shared(shared), first_column(first_column), n(n), thread(thread) {}
@@ -86,14 +87,23 @@ struct FoldedBatchNorm : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
 
+    // Subtiles go down the rows first, so these serve all of them.
+    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
+      if (epi_m != 0) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < SubtileColumns / 4; ++c) {
+        folded[c] = shared->folded[epi_n * SubtileColumns + column_of_value(c / 2 * 4 + c % 2, thread)];
+      }
+    }
+
     template <class Accumulator, class Input, int FragmentSize>
-    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, FragmentSize> const&, int epi_v, int epi_m, int epi_n,
+    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, FragmentSize> const&, int epi_v, int, int,
                               cutlass::Array<Input, FragmentSize> const& input) {
       cutlass::Array<float, FragmentSize> y;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < FragmentSize; ++i) {
-        int const column = epi_n * SubtileColumns + column_of_value(epi_v * FragmentSize + i, thread);
-        float4 const f = shared->folded[column];
+        int const value = epi_v * FragmentSize + i;
+        float4 const f = folded[value / 4 * 2 + value % 2];
         y[i] = fmaf(fmaf(float(input[i]), f.x, f.y), f.z, f.w);
       }
       if (params.activation != Activation::kNone) {

@@ -49,7 +49,7 @@ struct Kernel {
     int const m = int(operands.m), n = int(operands.n), k = int(operands.k);
     cutlass::KernelHardwareInfo hardware;
     CUTLASS_BN_CUDA(cudaGetDevice(&hardware.device_id));
-    hardware.sm_count = schedule.sm_count > 0 ? schedule.sm_count : device_info().sm_count;
+    hardware.sm_count = balanced(m, n, schedule.sm_count > 0 ? schedule.sm_count : device_info().sm_count);
     typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
                                   {m, n, k, 1},
                                   {static_cast<Element const*>(operands.x),
@@ -61,13 +61,23 @@ struct Kernel {
     args.scheduler.raster_order = schedule.along_m ? RasterOrder::AlongM : RasterOrder::AlongN;
     args.scheduler.max_swizzle_size = schedule.max_swizzle;
     Gemm gemm;
-    check(Gemm::can_implement(args), "can_implement");
-    CUTLASS_BN_CHECK(Gemm::get_workspace_size(args) == 0, "GEMM: expected no workspace, got ", Gemm::get_workspace_size(args), " bytes");
+    // Not can_implement(): it wants N and K themselves to be multiples of 16 bytes, where TMA needs only the row strides to be
+    // (unsupported_reason) and clips the rest.
+    CUTLASS_BN_CHECK(Gemm::get_workspace_size(args) == 0, "GEMM: expected no workspace, got ", Gemm::get_workspace_size(args),
+                     " bytes");
     check(gemm.initialize(args, nullptr, stream), "initialize");
     check(gemm.run(stream), "run");
   }
 
  private:
+  // The fewest multiprocessors that finish in as many rounds of tiles: the others would only draw power.
+  static int balanced(int64_t m, int64_t n, int sm_count) {
+    int64_t const tiles = ceil_div(m, cute::size<0>(TileShape{})) * ceil_div(n, cute::size<1>(TileShape{}));
+    return static_cast<int>(ceil_div(tiles, ceil_div(tiles, sm_count)));
+  }
+
+  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
   static void check(cutlass::Status status, char const* step) {
     CUTLASS_BN_CHECK(status == cutlass::Status::kSuccess, "GEMM ", step, ": ", cutlassGetStatusString(status));
   }

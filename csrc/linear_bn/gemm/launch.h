@@ -30,8 +30,8 @@ char const* name_of(Tile tile);
 Tile choose_tile(int64_t m, int64_t n, int sm_count);
 
 struct Operands {
-  void const* x = nullptr;  // [M, K], row stride ldx, 16-byte aligned
-  void const* w = nullptr;  // [N, K], row stride ldw, 16-byte aligned
+  void const* x = nullptr;   // [M, K], row stride ldx, 16-byte aligned
+  void const* w = nullptr;   // [N, K], row stride ldw, 16-byte aligned
   int64_t ldx = 0, ldw = 0;  // elements; ld * size_of(dtype) divisible by 16
   int64_t m = 0, n = 0, k = 0;
   DType dtype = DType::kBFloat16;  // of x and w; float32 runs as TF32
@@ -39,9 +39,9 @@ struct Operands {
 
 // Which multiprocessors run the tiles, and in which order. The defaults are the fastest measured.
 struct Schedule {
-  int sm_count = 0;  // multiprocessors to use; 0: all
+  int sm_count = 0;      // multiprocessors to use; 0: all
   bool along_m = false;  // consecutive tiles go down the rows, else along the columns
-  int max_swizzle = 8;  // tiles across the other direction that are kept together for L2
+  int max_swizzle = 8;   // tiles across the other direction that are kept together for L2
 };
 
 struct MomentsParams {
@@ -55,10 +55,10 @@ struct MomentsParams {
 
 struct InferenceParams {
   Operands operands;
-  void* y = nullptr;  // [M, N] of y_dtype, row stride ldy, 16-byte aligned
-  int64_t ldy = 0;    // elements; ldy * size_of(y_dtype) divisible by 16
-  DType y_dtype = DType::kBFloat16;  // operands.dtype or float32
-  ChannelVector bias, scale;         // [N]; absent: 0, 1
+  void* y = nullptr;                        // [M, N] of y_dtype, row stride ldy, 16-byte aligned
+  int64_t ldy = 0;                          // elements; ldy * size_of(y_dtype) divisible by 16
+  DType y_dtype = DType::kBFloat16;         // operands.dtype or float32
+  ChannelVector bias, scale;                // [N]; absent: 0, 1
   ChannelVector running_mean, running_var;  // [N]
   ChannelVector gamma, beta;                // [N]; absent: 1, 0
   float eps = 1e-5f;

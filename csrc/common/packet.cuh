@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace cutlass_bn::batch_norm {
+namespace cutlass_bn {
 
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
@@ -43,6 +43,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// Elements of 16 bytes.
+template <class T>
+inline constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(T));
+
 template <class T, int V>
 struct Packet {
   static constexpr int kBytes = static_cast<int>(sizeof(T)) * V;
@@ -70,7 +74,20 @@ struct Packet {
     }
   }
 
-  // With the given L2 policy. Volatile, so that it stays behind wait_for_previous_kernel() and the accesses stay together.
+  // Volatile, here and below, so that loads stay behind wait_for_previous_kernel() and together.
+  __device__ __forceinline__ void load(T const* p) {
+    if constexpr (kBytes == 16) {
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                   : "l"(p));
+    } else if constexpr (kBytes == 4) {
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(word[0]) : "l"(p));
+    } else {
+      asm volatile("ld.global.u16 %0, [%1];" : "=r"(word[0]) : "l"(p));
+    }
+  }
+
+  // With the given L2 policy.
   __device__ __forceinline__ void load(T const* p, uint64_t policy) {
     if constexpr (kBytes == 16) {
       asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -83,16 +100,15 @@ struct Packet {
     }
   }
 
-  // First to leave the cache.
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (kBytes == 16) {
-      __stcs(reinterpret_cast<uint4*>(p), make_uint4(word[0], word[1], word[2], word[3]));
+      *reinterpret_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
     } else if constexpr (kBytes == 4) {
-      __stcs(reinterpret_cast<unsigned int*>(p), word[0]);
+      *reinterpret_cast<uint32_t*>(p) = word[0];
     } else {
-      __stcs(reinterpret_cast<unsigned short*>(p), static_cast<unsigned short>(word[0]));
+      *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(word[0]);
     }
   }
 };
 
-}  // namespace cutlass_bn::batch_norm
+}  // namespace cutlass_bn

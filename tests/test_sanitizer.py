@@ -1,0 +1,93 @@
+"""What `make gpu-sanitize` runs: each kernel once or twice, in sizes with something left over in every direction.
+
+Inputs, expectations and comparisons are on the CPU, so that hardly any kernel but ours runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from linear_cases import BF16, FP16, Case, fp32_precision, fused, make_layer, max_error
+from linear_cases import oracle as linear_oracle
+
+from cutlass_bn import BatchNorm2d
+from cutlass_bn.functional import batch_norm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+
+F32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Activation:
+    sizes: tuple[int, ...]
+    why: str
+    dtype: torch.dtype = F32
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        return self.why.replace(" ", "-")
+
+
+ACTIVATIONS = [
+    Activation((3, 5, 33, 31), "planes without vectors"),
+    Activation((2, 3, 100, 100), "planes in vectors, in several segments"),
+    Activation((3, 7, 13, 24), "several planes in a block, in vectors of eight", BF16),
+    Activation((8, 12, 7, 7), "small planes in vectors"),
+    Activation((8, 9, 5, 3), "small planes without vectors", BF16),
+    Activation((2, 8, 9, 30), "channels last in vectors of eight", BF16, True),
+    Activation((3, 5, 33, 31), "channels last without vectors", channels_last=True),
+    Activation((2, 600, 3, 3), "channels last in several blocks side by side", FP16, True),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_batch_norm(activation):
+    x = torch.randn(activation.sizes).to(activation.dtype)
+    if activation.channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    reference = BatchNorm2d(x.size(1), momentum=None)
+    module, on_gpu = copy.deepcopy(reference).cuda(), x.cuda()
+    with torch.no_grad():
+        for training in (True, False):
+            y, expected = module.train(training)(on_gpu), reference.train(training)(x)
+            assert max_error(y.cpu(), expected) < (1e-2 if activation.dtype != F32 else 1e-5)
+    assert module.num_batches_tracked.item() == 1
+
+
+def test_matrix_and_empty_batch():
+    x = torch.randn(37, 5)
+    mean, var = torch.zeros(5, device="cuda"), torch.ones(5, device="cuda")
+    y = batch_norm(x.cuda(), mean, var, training=True)
+    assert max_error(y.cpu(), batch_norm(x, None, None, training=True)) < 1e-5
+    module = BatchNorm2d(3).cuda()
+    assert module(torch.empty(0, 3, 4, 4, device="cuda")).numel() == 0
+    assert module.num_batches_tracked.item() == 1
+
+
+LINEAR = [
+    Case(70, 132, 36, "TF32, a small tile", tf32=True, activation="gelu"),
+    Case(70, 136, 40, "fp16, a small tile", FP16, scale=False, activation="relu"),
+    Case(70, 136, 72, "bf16, a small tile, float32 out", BF16, activation="silu"),
+    Case(1000, 1000, 8, "bf16, medium tiles", BF16, scale=False),
+    Case(1985, 1000, 8, "bf16, large tiles", BF16, scale=False),
+    Case(70, 35, 24, "bf16, u with padded rows; portable in eval", BF16, scale=False),
+    Case(70, 33, 25, "portable, nothing in vectors"),
+    Case(70, 40, 25, "portable, float32 out of bf16", BF16),
+    Case(2, 8, 8, "two rows", scale=False),
+]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.why.replace(" ", "-"))
+def test_linear_batch_norm(case):
+    for training in (True, False):
+        layer = make_layer(case, "cpu")
+        on_gpu = layer.map(lambda t: t.cuda())
+        on_gpu.num_batches_tracked = layer.num_batches_tracked.cuda()
+        with torch.no_grad(), fp32_precision(case.tf32):
+            y = fused(on_gpu, training, momentum=None if training else 0.1).cpu()
+        exact, _ = linear_oracle(layer, training)
+        assert max_error(y, exact) < (2e-2 if case.dtype != F32 or case.tf32 else 1e-5)
