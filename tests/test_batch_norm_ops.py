@@ -146,7 +146,10 @@ MISTAKES = {
     "running_mean alone": (lambda a: {**a, "var": None}, "expected both or neither"),
     "counter of int32": (lambda a: {**a, "counter": a["counter"].int()}, "num_batches_tracked: expected one int64"),
     "no counter to average over": (lambda a: {**a, "counter": None, "momentum": None}, "momentum: expected a number"),
-    "one value per channel": (lambda a: {**a, "x": a["x"][:1, :, :1, :1]}, "input: expected more than 1 value"),
+    "one value per channel": (
+        lambda a: {**a, "x": a["x"][:1, :, :1, :1].contiguous()},
+        "input: expected more than 1 value",
+    ),
 }
 
 

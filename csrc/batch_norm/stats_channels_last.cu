@@ -33,7 +33,13 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     count += float(values);
     float const weight = __fdividef(float(values), count);
 #pragma unroll
-    for (int v = 0; v < V; ++v) absorb(moments[v], chunk_moments(v), weight, before * weight);
+    for (int v = 0; v < V; ++v) {
+      if (before == 0.f) {
+        moments[v] = chunk_moments(v);
+      } else {
+        absorb(moments[v], chunk_moments(v), weight, before * weight);
+      }
+    }
   };
   if (active) {
     int64_t const stride = t.block_rows * t.row_stride;

@@ -13,7 +13,7 @@ struct TileMoments {
 };
 
 // Chan's merge of b into a on two-part means, but for the count: weight = b.count / (a.count + b.count), m2_weight = a.count *
-// weight. Where a is empty weight is 1 and a must be zero. Two sets with the same single value merge without any rounding.
+// weight. Neither is empty. Two sets with the same single value merge without any rounding.
 __device__ __forceinline__ void absorb(TileMoments& a, TileMoments const& b, float weight, float m2_weight) {
   float const delta = (b.mean - a.mean) + (b.remainder - a.remainder);
   float const step = __fmul_rn(delta, weight);
@@ -70,7 +70,8 @@ __device__ __forceinline__ float tree_sum(Value const& value) {
 // Of N values, N a power of two. The mean of equal values is exact, as its sum is.
 template <int N, class Value>
 __device__ __forceinline__ TileMoments moments_of(Value const& value) {
-  return moments_around<N, true>(tree_sum<N>(value) * (1.f / N), N, value);
+  // Scaled before they are summed, which is as exact and can't overflow.
+  return moments_around<N, true>(tree_sum<N>([&](int i) { return value(i) * (1.f / N); }), N, value);
 }
 
 // Of the first `count` of N values, count > 0. Their mean is taken around the first: exact again where all are equal.

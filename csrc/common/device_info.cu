@@ -1,9 +1,16 @@
 #include <array>
 #include <mutex>
 
-#include "common/launch.cuh"
+#include "common/check.h"
+#include "common/device_info.h"
 
 namespace cutlass_bn {
+namespace {
+
+// Compiled for the same architectures as every kernel that is launched with launch_kernel().
+__global__ void probe_kernel() {}
+
+}  // namespace
 
 DeviceInfo const& device_info() {
   constexpr int kMaxDevices = 64;
@@ -19,6 +26,10 @@ DeviceInfo const& device_info() {
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
     info.compute_capability = 10 * major + minor;
+    // By the code, not the device: PTX for an older architecture runs on newer devices, but without the instruction.
+    cudaFuncAttributes code{};
+    CUTLASS_BN_CUDA(cudaFuncGetAttributes(&code, probe_kernel));
+    info.dependent_launch = code.ptxVersion >= 90 && info.compute_capability >= 90;
     infos[device] = info;
   });
   return infos[device];

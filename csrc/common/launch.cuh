@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/device_info.h"
 
 namespace cutlass_bn {
 
@@ -24,14 +25,6 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-struct DeviceInfo {
-  int sm_count = 0;
-  int compute_capability = 0;  // 10 * major + minor
-};
-
-// Of the current device; read once per device and process.
-DeviceInfo const& device_info();
-
 template <class... KernelArgs, class... Args>
 void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
                    Args&&... args) {
@@ -44,7 +37,7 @@ void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::si
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = device_info().compute_capability >= 90 ? 1 : 0;
+  config.numAttrs = device_info().dependent_launch ? 1 : 0;
   CUTLASS_BN_CUDA(cudaLaunchKernelEx(&config, kernel, KernelArgs(std::forward<Args>(args))...));
 }
 

@@ -62,7 +62,7 @@ Tensor batch_norm_stats(Tensor input, std::optional<Tensor> running_mean, std::o
   cudaStream_t const stream = current_stream(input);
   Tensor stats = empty({3, view.channels}, ScalarType::Float, input);
   if (rows == 0 || view.channels == 0) {
-    CUTLASS_BN_CUDA(cudaMemsetAsync(stats.mutable_data_ptr(), 0, stats.numel() * sizeof(float), stream));
+    if (stats.numel() > 0) CUTLASS_BN_CUDA(cudaMemsetAsync(stats.mutable_data_ptr(), 0, stats.numel() * sizeof(float), stream));
     if (running.num_batches_tracked != nullptr) launch_count_batch(running.num_batches_tracked, stream);
     return stats;
   }

@@ -20,9 +20,8 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, bool allow_tf32) -> "
       "(Tensor u, Tensor stats)");
   m.def(
-      "linear_batch_norm_transform(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor "
-      "u, "
-      "Tensor stats, int activation, ScalarType dtype) -> Tensor");
+      "linear_batch_norm_transform(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, "
+      "Tensor u, Tensor stats, int activation, ScalarType dtype) -> Tensor");
   m.def(
       "linear_batch_norm_inference(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor running_mean, "
       "Tensor running_var, Tensor? gamma, Tensor? beta, float eps, int activation, ScalarType dtype, bool allow_tf32) -> Tensor");

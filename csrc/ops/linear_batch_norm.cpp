@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "batch_norm/launch.h"
+#include "common/device_info.h"
 #include "common/finalize.h"
-#include "common/launch.cuh"
 #include "linear_bn/dispatch.h"
 #include "linear_bn/launch.h"
 #include "ops/tensor_args.h"

@@ -149,7 +149,7 @@ struct ColumnMoments : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
       constexpr unsigned kAllLanes = 0xffffffffu;
       float const other_count = __shfl_xor_sync(kAllLanes, count, LaneDistance);
       float const total = count + other_count;
-      float const weight = total > 0.f ? __fdividef(other_count, total) : 0.f;
+      float const weight = total > 0.f ? other_count / total : 0.f;  // rounded: exactly 1 where this lane has no rows
       float const m2_weight = count * weight;
       count = total;
       bool const upper = thread & LaneDistance;

@@ -2,7 +2,7 @@
 #include <climits>
 #include <limits>
 
-#include "common/launch.cuh"
+#include "common/device_info.h"
 #include "linear_bn/gemm/instances.h"
 
 namespace cutlass_bn::gemm {
@@ -60,7 +60,8 @@ char const* unsupported_reason(Operands const& o) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && ld * int64_t(size_of(o.dtype)) % 16 == 0;
   };
   if (o.m <= 0 || o.n <= 0 || o.k <= 0) return "empty matrix";
-  if (o.m > INT_MAX || o.n > INT_MAX || o.k > INT_MAX) return "a dimension of 2^31 or more";
+  constexpr int kLimit = INT_MAX - 256;  // the last tile's end, too, is an int
+  if (o.m > kLimit || o.n > kLimit || o.k > kLimit) return "a dimension of nearly 2^31 or more";
   if (!rows_aligned(o.x, o.ldx)) return "rows of input not aligned to 16 bytes";
   if (!rows_aligned(o.w, o.ldw)) return "rows of weight not aligned to 16 bytes";
   return nullptr;

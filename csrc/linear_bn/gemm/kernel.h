@@ -12,7 +12,7 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
 #include "common/check.h"
-#include "common/launch.cuh"
+#include "common/device_info.h"
 #include "linear_bn/gemm/column_moments.h"
 #include "linear_bn/gemm/config.h"
 #include "linear_bn/gemm/folded_batch_norm.h"
