@@ -20,7 +20,7 @@ class Plan(NamedTuple):
     path: of a LinearBatchNorm1d "fused" (CUTLASS GEMM with the batch norm in its epilogue), "portable" (torch.mm and
         our kernels around it) or "unfused modules" (its children one by one); of a BatchNorm2d "kernels"; of both
         "reference" (plain PyTorch).
-    tile: the GEMM's CTA tile ("large 256x128 tile") or, of a BatchNorm2d, the memory format ("NCHW", "channels_last").
+    tile: the GEMM's CTA tile ("large 128x128 tile") or, of a BatchNorm2d, the memory format ("NCHW", "channels_last").
     reason: why not the fastest path, "" where it is the fastest.
     """
 
@@ -61,8 +61,8 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     bound.apply_defaults()
     a = bound.arguments
     x, weight, running_mean = a["input"], a["weight"], a["running_mean"]
-    reason = _linear_batch_norm.reason_for_reference(
-        x, weight, a["bias"], a["scale"], running_mean, a["running_var"], a["gamma"], a["beta"]
+    reason = _batch_norm.reason_for_reference(
+        x, running_mean, a["running_var"], a["bias"], a["scale"], a["gamma"], a["beta"]
     )
     if reason is not None:
         return Plan("reference", "", reason)

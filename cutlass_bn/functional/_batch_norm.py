@@ -101,18 +101,14 @@ def batch_norm_with_counter(
 
 
 def reason_for_reference(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *parameters: Tensor | None
 ) -> str | None:
     """Why the call runs in plain PyTorch (cutlass_bn.reference), or None where our kernels take it."""
     if not input.is_cuda:
         return f"the input is on {input.device.type}"
     if input.dtype not in KERNEL_DTYPES:
         return f"the input is {str(input.dtype).removeprefix('torch.')}"
-    for vector in (running_mean, running_var, weight, bias):
+    for vector in (running_mean, running_var, *parameters):
         if vector is not None and vector.dtype not in KERNEL_DTYPES:
             return "a parameter or running statistic is not float32, float16 or bfloat16"
     for buffer in (running_mean, running_var):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _library, reference
 from ..ops import linear_batch_norm as ops
-from ._batch_norm import KERNEL_DTYPES, TRANSFORMED, _below_autograd, contiguous, is_transformed
+from ._batch_norm import _below_autograd, contiguous, reason_for_reference
 
 _as_it_is = nullcontext()
 _VECTOR_NAMES = ("bias", "scale", "running_mean", "running_var", "gamma", "beta")
@@ -56,7 +56,7 @@ def linear_batch_norm(
     _check(input, weight, vectors, of_batch, eps, activation)
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0  # nothing to average over: as torch.nn.BatchNorm1d, leave the running statistics alone
-    if reason_for_reference(input, weight, *vectors):
+    if reason_for_reference(input, running_mean, running_var, bias, scale, gamma, beta):
         return reference.linear_batch_norm(
             input, weight, bias, scale, running_mean, running_var, num_batches_tracked, gamma, beta,
             training, momentum, eps, activation,
@@ -125,22 +125,6 @@ def _check(
     if of_batch and rows == 1:
         size = torch.Size([1, channels])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-
-
-def reason_for_reference(input: Tensor, weight: Tensor, *vectors: Tensor | None) -> str | None:
-    """Why the call runs in plain PyTorch (cutlass_bn.reference), or None where our kernels take it."""
-    if not input.is_cuda:
-        return f"the input is on {input.device.type}"
-    if input.dtype not in KERNEL_DTYPES:  # autocast leaves these dtypes alone, and makes no others
-        return f"the input is {str(input.dtype).removeprefix('torch.')}"
-    _, _, running_mean, running_var, _, _ = vectors
-    for vector in vectors:
-        if vector is not None and vector.dtype not in KERNEL_DTYPES:
-            return "a parameter or running statistic is not float32, float16 or bfloat16"
-    for buffer in (running_mean, running_var):
-        if buffer is not None and not buffer.is_contiguous():
-            return "the running statistics are not contiguous"
-    return TRANSFORMED if is_transformed() else None
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:

@@ -13,18 +13,17 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
-#include "cutlass/cutlass.h"
-#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "cutlass/numeric_conversion.h"
 
 #include "linear_bn/gemm/accumulator_order.h"
+#include "linear_bn/gemm/epilogue_node.h"
 
 namespace cutlass_bn::gemm {
 
 // TileShape: the CTA's (M, N, K). Element: the stored type; moments are taken of the rounded values, so that a constant column
 // has M2 = 0 and a mean equal to what was stored. Warps: those that run the epilogue together, each on 16 rows of a 64-row atom.
 template <class TileShape, class Element, int Warps>
-struct ColumnMoments : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
+struct ColumnMoments : EpilogueNode {
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kAtomRows = 16;                         // rows of a warp in one wgmma accumulator
@@ -42,38 +41,12 @@ struct ColumnMoments : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   };
   using Params = Arguments;
 
-  template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class ProblemShape>
-  static bool can_implement(ProblemShape const&, Arguments const& args) {
-    return args.partials != nullptr;
-  }
-  template <class ProblemShape>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
-    return 0;
-  }
-  template <class ProblemShape>
-  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-
   CUTLASS_HOST_DEVICE ColumnMoments() {}
   CUTLASS_HOST_DEVICE ColumnMoments(Params const& params, SharedStorage const& shared)
       : params(params), shared(const_cast<SharedStorage*>(&shared)) {}
 
   Params params;
   SharedStorage* shared = nullptr;
-
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-
-  template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...> const&) {
-    return cutlass::epilogue::fusion::EmptyProducerLoadCallbacks{};
-  }
 
   struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
     float mean[kColumns], m2[kColumns];  // of this thread's rows, then of ever more of the warp's

@@ -4,17 +4,16 @@
 #pragma once
 
 #include "cute/tensor.hpp"
-#include "cutlass/cutlass.h"
-#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 
 #include "common/activation.h"
 #include "common/channel_vector.h"
 #include "linear_bn/gemm/accumulator_order.h"
+#include "linear_bn/gemm/epilogue_node.h"
 
 namespace cutlass_bn::gemm {
 
 template <class TileShape, int Warps>
-struct FoldedBatchNorm : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
+struct FoldedBatchNorm : EpilogueNode {
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
 
@@ -29,38 +28,12 @@ struct FoldedBatchNorm : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   };
   using Params = Arguments;
 
-  template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class ProblemShape>
-  static bool can_implement(ProblemShape const&, Arguments const& args) {
-    return args.running_mean && args.running_var;
-  }
-  template <class ProblemShape>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
-    return 0;
-  }
-  template <class ProblemShape>
-  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-
   CUTLASS_HOST_DEVICE FoldedBatchNorm() {}
   CUTLASS_HOST_DEVICE FoldedBatchNorm(Params const& params, SharedStorage const& shared)
       : params(&params), shared(const_cast<SharedStorage*>(&shared)) {}
 
   Params const* params = nullptr;
   SharedStorage* shared = nullptr;
-
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-
-  template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...> const&) {
-    return cutlass::epilogue::fusion::EmptyProducerLoadCallbacks{};
-  }
 
   // SubtileColumns: width of an epilogue subtile.
   template <int SubtileColumns>
