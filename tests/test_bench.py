@@ -272,3 +272,14 @@ def test_a_run_without_a_gpu_says_so(tmp_path, capsys):
     assert {row.status for row in run.rows} == {OK}
     assert command.main(["show", str(path), "--markdown"]) == 0
     assert report.NO_SPEED in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("document", "marker", "render"),
+    [("README.md", "measured", report.markdown), ("docs/performance.md", "bars", report.bars_markdown)],
+)
+def test_documents_show_the_recorded_run(document, marker, render):
+    """Between their markers stands what `python -m bench show|bars --markdown` prints."""
+    text = (command.ROOT / document).read_text()
+    shown = text.split(f"<!-- {marker} -->\n")[1].split(f"\n<!-- /{marker} -->")[0]
+    assert shown.strip() == render(Run.load(command.RECORDED)).strip()
