@@ -141,7 +141,7 @@ def overhead(options: Options) -> list[Row]:
 # hence it comes first.
 FUSED = "gemm with moments"
 ROLES = (
-    (re.compile(r"cutlass::device_kernel"), FUSED),
+    (re.compile(r"cutlass(::|\d+)device_kernel"), FUSED),  # mangled where the name is too long for the profiler
     (re.compile(r"finali[sz]e", re.IGNORECASE), "finalise"),
     (re.compile(r"normali[sz]e|transform", re.IGNORECASE), "normalise"),
     (re.compile(r"stats|moments", re.IGNORECASE), "moments"),

@@ -179,6 +179,7 @@ def test_a_kernel_that_starts_early_to_wait_counts_from_its_turn():
     ("kernel", "expected"),
     [
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>(...)", suites.FUSED),
+        ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiii", suites.FUSED),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", GEMM),
         ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x128>(...)", GEMM),
         ("void cutlass_bn::finalize_kernel<true>(cutlass_bn::FinalizeParams)", "finalise"),
