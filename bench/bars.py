@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .cases import BN2D, BN2D_LARGE, GEMM_LARGE, GEMM_SCALE_BN, Case
-from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, Run
+from . import accuracy
+from .cases import BN2D, BN2D_LARGE, GEMM_FP32_OTHERS, GEMM_LARGE, GEMM_SCALE_BN, Case
+from .products import SPLIT_ALONE, X_SPLIT
+from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, SGEMM, SPLIT, Run, ratio
 from .suites import CUBLAS, FUSED
 
 Source = tuple[str, str]  # case, variant
@@ -33,10 +36,24 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class ErrorBar:
+    """The largest ratio of the split's error to SGEMM's over the accuracy table, where the layer takes the split."""
+
+    what: str
+    error: str  # a field of Row
+    most: float = 1.0
+    unit: str = "x"
+
+    @property
+    def text(self) -> str:
+        return f"<= {self.most:g} {self.unit}"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """reached is None where a row is missing; note says which, or that a result was wrong."""
 
-    bar: Bar
+    bar: Bar | ErrorBar
     value: float | None
     reached: bool | None
     note: str = ""
@@ -46,7 +63,8 @@ LARGE = Case(BN2D, BN2D_LARGE).name
 LARGE_EVAL = Case(BN2D, BN2D_LARGE, training=False).name
 MIDDLE = Case(BN2D, (16, 64, 256, 256)).name
 GEMM_TRAIN = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p).name for p in ("fp32", "tf32", "bf16")}
-GEMM_EVAL = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p, training=False).name for p in ("tf32", "bf16")}
+GEMM_EVAL = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p, training=False).name for p in ("fp32", "tf32", "bf16")}
+FP32_OTHERS = [Case(GEMM_SCALE_BN, shape).name for shape in GEMM_FP32_OTHERS]
 TINY = {mode: f"overhead BatchNorm2d 8x16x8x8 fp32 {mode}" for mode in ("train", "eval")}
 
 
@@ -58,7 +76,14 @@ def _faster(case: str, peer: str, least: float) -> Bar:
     return Bar(f"{case}, faster than {peer}", (case, peer), (case, OURS), least=least)
 
 
-BARS = (
+BARS: tuple[Bar | ErrorBar, ...] = (
+    Bar(f"{GEMM_TRAIN['fp32']}, time", (GEMM_TRAIN["fp32"], OURS), None, most=3.1, unit="ms"),
+    _faster(GEMM_TRAIN["fp32"], EAGER, 3.6),
+    Bar(f"{GEMM_EVAL['fp32']}, time", (GEMM_EVAL["fp32"], OURS), None, most=2.95, unit="ms"),
+    *(_faster(case, EAGER, 3.0) for case in FP32_OTHERS),
+    Bar("split of x in fp32, time over copy's", (X_SPLIT.name, SPLIT_ALONE), (X_SPLIT.name, COPY), most=1.1),
+    ErrorBar("fp32 product, relative error over SGEMM's, worst input of the accuracy table", "relative_error"),
+    ErrorBar("fp32 product, error per output over SGEMM's, worst input of the accuracy table", "rowwise_error"),
     _over(LARGE, COMPILE, 1.05),
     _faster(LARGE, EAGER, 2.6),
     Bar(f"{MIDDLE}, time", (MIDDLE, OURS), None, most=0.21, unit="ms"),
@@ -89,7 +114,11 @@ BARS = (
 )
 
 
-def judge(run: Run, bar: Bar) -> Outcome:
+def judge(run: Run, bar: Bar | ErrorBar) -> Outcome:
+    return _judge_error(run, bar) if isinstance(bar, ErrorBar) else _judge_time(run, bar)
+
+
+def _judge_time(run: Run, bar: Bar) -> Outcome:
     times = []
     for source in (bar.source, bar.over):
         if source is None:
@@ -103,6 +132,19 @@ def judge(run: Run, bar: Bar) -> Outcome:
         times.append(row.ms or float("nan"))
     value = bar.factor * times[0] / times[1] - bar.minus
     return Outcome(bar, value, value <= bar.most if bar.most is not None else value >= bar.least)
+
+
+def _judge_error(run: Run, bar: ErrorBar) -> Outcome:
+    ratios = {}
+    for name, rows in run.by_variant(accuracy.SUITE):
+        if SPLIT not in rows:
+            return Outcome(bar, None, False, f"no result for {name}")
+        if rows[SPLIT].path == SPLIT:
+            ratios[name] = ratio(getattr(rows[SPLIT], bar.error), getattr(rows[SGEMM], bar.error))
+    if not ratios:
+        return Outcome(bar, None, None, "no accuracy rows")
+    worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
+    return Outcome(bar, ratios[worst], ratios[worst] <= bar.most, worst)
 
 
 def judge_all(run: Run) -> list[Outcome]:

@@ -1,18 +1,19 @@
 """Errors against float64, and the contracts that they must meet.
 
-The oracle comes in slices of channels, so that it fits in memory.
+The oracle comes in slices, of channels or of a product's rows, so that it fits in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .cases import BN2D, Case
+from .records import Row
 
 # A slice of the oracle is at most this many float64 values (0.5 GiB).
 SLICE_VALUES = 1 << 26
@@ -97,6 +98,58 @@ def measure_error(y: Tensor, slices: Iterator[Slice], bn: nn.Module | None = Non
     squared, norm, state_squared, state_norm = totals.tolist()
     max_abs, excess = peaks.tolist()
     return Error(max_abs, _ratio(squared, norm), excess, _ratio(state_squared, state_norm))
+
+
+@dataclass(frozen=True)
+class ProductError:
+    """Of a @ b."""
+
+    max_abs: float
+    relative: float  # Frobenius
+    rowwise: float  # largest |error| / (||row of a|| * ||column of b||)
+    componentwise: float  # largest |error| / (|a| @ |b|)
+
+
+def product_errors(results: Mapping[str, Tensor], a: Tensor, b: Tensor) -> dict[str, ProductError]:
+    """Compares every result with a @ b in float64."""
+    b64 = b.double()
+    b_abs, b_norms = b64.abs(), torch.linalg.vector_norm(b64, dim=0)
+    squared = torch.zeros(len(results) + 1, dtype=torch.float64, device=a.device)  # of the errors, then of a @ b
+    peaks = torch.zeros(len(results), 3, dtype=torch.float64, device=a.device)
+    step = max(1, SLICE_VALUES // max(b.shape))
+    for begin in range(0, a.shape[0], step):
+        rows = a[begin : begin + step].double()
+        exact = rows @ b64
+        by_norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True) * b_norms
+        by_sum = rows.abs() @ b_abs
+        squared[-1] += exact.square().sum()
+        for index, result in enumerate(results.values()):
+            difference = (result[begin : begin + step].double() - exact).abs_()
+            squared[index] += difference.square().sum()
+            largest = [difference.max(), share(difference, by_norm), share(difference, by_sum)]
+            peaks[index] = torch.maximum(peaks[index], torch.stack(largest))
+    *errors, norm = squared.tolist()
+    return {
+        name: ProductError(max_abs, _ratio(error, norm), rowwise, componentwise)
+        for name, error, (max_abs, rowwise, componentwise) in zip(results, errors, peaks.tolist(), strict=True)
+    }
+
+
+def set_error(row: Row, error: ProductError) -> None:
+    row.max_abs_error, row.relative_error = error.max_abs, error.relative
+    row.rowwise_error, row.componentwise_error = error.rowwise, error.componentwise
+
+
+def share(difference: Tensor, of: Tensor) -> Tensor:
+    """The largest of difference / of, where no difference is no share of anything, not even of zero."""
+    return torch.where(difference == 0, 0.0, difference / of).max()
+
+
+def worse_than(error: ProductError, other: ProductError) -> list[str]:
+    """In which of the two norms that the contract of float32 names the error is larger than the other's, in words."""
+    checks = (("relative error", "relative"), ("error over the norms of its row and column", "rowwise"))
+    pairs = [(what, getattr(error, name), getattr(other, name)) for what, name in checks]
+    return [f"{what} {mine:.1e}, SGEMM's {bound:.1e}" for what, mine, bound in pairs if not mine <= bound]
 
 
 def _ratio(squared_error: float, squared_norm: float) -> float:

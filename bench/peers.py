@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import cutlass_bn
 
-from .cases import BN2D, Case
-from .records import COMPILE, COPY, EAGER, GEMM, MAX_AUTOTUNE, OURS, UNFUSED
+from .cases import BN2D, GEMM_SCALE_BN, Case
+from .records import COMPILE, COPY, EAGER, GEMM, IEEE, MAX_AUTOTUNE, OURS, UNFUSED
 
 
 class GemmScaleBatchNorm(nn.Module):
@@ -61,10 +61,14 @@ def random_input(case: Case, device: torch.device) -> Tensor:
 
 
 def rotating_inputs(case: Case, device: torch.device) -> list[Tensor]:
-    """So many inputs that each has left the L2 cache when its turn comes again."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     size = math.prod(case.input_shape) * case.dtype.itemsize
-    return [random_input(case, device) for _ in range(max(2, min(32, 1 + math.ceil(2 * cache / size))))]
+    return [random_input(case, device) for _ in range(rotations(size, device))]
+
+
+def rotations(size: int, device: torch.device) -> int:
+    """So many inputs of this many bytes that each has left the L2 cache when its turn comes again."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return max(2, min(32, 1 + math.ceil(2 * cache / size)))
 
 
 def _batch_norm(model: nn.Module) -> nn.Module:
@@ -75,13 +79,14 @@ def _as_variant(model: nn.Module) -> Variant:
     return Variant(model, _batch_norm(model))
 
 
-def _ours(case: Case, model: nn.Module) -> Variant:
+def _ours(case: Case, model: nn.Module, **switches: bool) -> Variant:
     device = next(model.parameters()).device
     module: nn.Module
     if case.kind == BN2D:
         module = cutlass_bn.BatchNorm2d(case.shape[1], device=device)
     else:
-        module = cutlass_bn.LinearBatchNorm1d(case.shape[1], case.shape[2], scale=True, device=device).to(case.dtype)
+        module = cutlass_bn.LinearBatchNorm1d(case.shape[1], case.shape[2], scale=True, device=device, **switches)
+        module = module.to(case.dtype)
         module.bn.float()
     module.load_state_dict(model.state_dict())
     return _as_variant(module.train(case.training))
@@ -119,6 +124,8 @@ def variants(case: Case, model: nn.Module, compile: bool = True, max_autotune: b
         if max_autotune:
             builders[MAX_AUTOTUNE] = lambda: _compiled(model, "max-autotune-no-cudagraphs")
     builders[OURS] = lambda: _ours(case, model)
+    if case.kind == GEMM_SCALE_BN and case.precision == "fp32" and case.training:
+        builders[IEEE] = lambda: _ours(case, model, ieee_fp32=True)
     if case.kind == BN2D:
         builders[COPY] = lambda: Variant(torch.clone, checked=False)
     else:

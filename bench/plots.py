@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import matplotlib
@@ -11,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .cases import BN2D, DTYPES, GEMM_SCALE_BN
+from .cases import BN2D, DTYPES, GEMM_LARGE, GEMM_SCALE_BN
 from .records import COMPILE, EAGER, GEMM, OURS, Row, Run
 
 COLOURS = {EAGER: "#b0b7bf", COMPILE: "#5b8db8", OURS: "#d1495b", GEMM: "#2e4057"}
@@ -68,13 +69,13 @@ def workloads(run: Run) -> Figure | None:
 def gemm_sweep(run: Run) -> Figure | None:
     """gemm_scale_bn over K: what each variant takes over the GEMM alone."""
     lines = {}
+    m, _, n = GEMM_LARGE
     for precision in DTYPES:
         points = {}
         for name, rows in run.cases():
-            prefix, _, rest = name.partition("x")
-            k, _, tail = rest.partition("->")
-            if prefix.startswith(GEMM_SCALE_BN) and tail.endswith(f" {precision} train"):
-                points[int(k)] = rows
+            found = re.fullmatch(rf"{GEMM_SCALE_BN} {m}x(\d+)->{n} {precision} train", name)
+            if found:
+                points[int(found.group(1))] = rows
         if len(points) > 1:
             lines[precision] = dict(sorted(points.items()))
     if not lines:

@@ -17,6 +17,9 @@ MAX_AUTOTUNE = "compile max-autotune"
 UNFUSED = "unfused"
 GEMM = "gemm"
 COPY = "copy"
+IEEE = "cutlass_bn ieee_fp32"
+SGEMM = "SGEMM"  # torch.mm in IEEE float32, by cuBLAS
+SPLIT = "split_matmul"  # splits of both operands included
 
 OK = "ok"
 FAILED = "FAILED"  # ran, but the error misses the contract
@@ -40,6 +43,10 @@ class Row:
     unit: str = ""  # of work over time: GB/s or TFLOP/s
     max_abs_error: float | None = None  # of y against float64
     relative_error: float | None = None  # Frobenius
+    rowwise_error: float | None = None  # of a @ b: largest over an output's ||row of a|| * ||column of b||
+    componentwise_error: float | None = None  # of a @ b: largest over an output's sum of |a| |b|
+    exact_tiles: float | None = None  # of a @ b by the split: share of the tiles recomputed in plain float32
+    path: str = ""  # of a product: which of SPLIT and SGEMM the layer takes at this size
     status: str = OK
     detail: str = ""  # why it failed
 
@@ -60,6 +67,11 @@ class Row:
         if self.valid_ms is None or self.limit_ms is None:
             return None
         return 100 * self.limit_ms / self.valid_ms
+
+
+def ratio(mine: float, other: float) -> float:
+    """mine / other, where nothing of nothing is 0."""
+    return mine / other if other else (0.0 if mine == 0 else float("inf"))
 
 
 @dataclass
@@ -84,6 +96,11 @@ class Run:
         for name in names:
             yield name, [row for row in self.rows if row.case == name]
 
+    def by_variant(self, suite: str) -> Iterator[tuple[str, dict[str, Row]]]:
+        """(case, its rows of this suite by variant) in the order measured."""
+        for name, rows in self.cases(suite):
+            yield name, {row.variant: row for row in rows if row.suite == suite}
+
     def speedup(self, row: Row, baseline: str) -> float | None:
         """The baseline's time over the row's, both of the same case; None unless both are right."""
         other = self.find(row.case, baseline)
@@ -94,7 +111,12 @@ class Run:
     def save(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        data = {"format": FORMAT, **asdict(self)}
+        # A line a row, and of a row what says something.
+        rows = [{k: v for k, v in row.items() if v not in (None, "")} for row in data.pop("rows")]
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        head = json.dumps(data, indent=1).removesuffix("\n}")
+        path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: Path | str) -> Run:

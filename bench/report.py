@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import bars
+from . import accuracy, bars, crossover, split_report
 from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, Row, Run
+from .tables import DASH, NOT_REACHED, duration, markdown_table, number, terminal_table, times
 
 NO_SPEED = "No CUDA GPU here: reduced sizes on the CPU path. The errors are checked; the speeds mean nothing."
-DASH = "-"
+FORWARD_SUITES = ("workloads", "sweep")
 LIMITS = (COPY, GEMM)  # part of the work only, there to compare with
 
 
 def console() -> Console:
     """As wide as the tables need where the output is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=170)
-
-
-def number(value: float | None, form: str) -> str:
-    return DASH if value is None else format(value, form)
-
-
-def duration(row: Row, value: float | None) -> str:
-    """Milliseconds on the device, microseconds for the host and single kernels."""
-    if value is None:
-        return DASH
-    return f"{value:#.4g}" if row.metric == "device" else f"{1e3 * value:.1f}"
-
-
-def times(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f}x"
 
 
 def gain(run: Run, row: Row, baseline: str) -> str:
@@ -96,33 +82,31 @@ def suite_table(run: Run, suite: str) -> Table:
     return table
 
 
-def show(run: Run, out: Console) -> None:
+TABLES = {accuracy.SUITE: split_report.accuracy_table, crossover.SUITE: split_report.crossover_table}
+
+
+def show(run: Run, out: Console, suites: Collection[str] | None = None) -> None:
+    """All of the run, or only these suites."""
     for line in headline(run):
         out.print(line, highlight=False)
     if not run.on_gpu:
         out.print(NO_SPEED, style="bold yellow", highlight=False)
     for suite in dict.fromkeys(row.suite for row in run.rows):
-        out.print(suite_table(run, suite))
+        if suites is None or suite in suites:
+            out.print(TABLES[suite](run) if suite in TABLES else suite_table(run, suite))
+
+
+BARS_HEADER = ["what", "bar", "measured", ""]
 
 
 def show_bars(run: Run, out: Console) -> None:
-    table = Table(title="bars", title_justify="left", title_style="bold", header_style="bold")
-    for column, justify in (("what", "left"), ("bar", "right"), ("measured", "right"), ("", "left")):
-        table.add_column(column, justify=justify, overflow="fold")
-    for outcome in bars.judge_all(run):
-        table.add_row(*(Text(cell) for cell in bar_cells(outcome)), style="red" if outcome.reached is False else None)
-    out.print(table)
+    out.print(terminal_table("bars", BARS_HEADER, map(bar_cells, bars.judge_all(run))))
 
 
 def bar_cells(outcome: bars.Outcome) -> list[str]:
-    verdict = {True: "reached", False: "not reached", None: "not measured"}[outcome.reached]
+    verdict = {True: "reached", False: NOT_REACHED, None: "not measured"}[outcome.reached]
     measured = DASH if outcome.value is None else f"{outcome.value:.3g} {outcome.bar.unit}"
     return [outcome.bar.what, outcome.bar.text, measured, f"{verdict} ({outcome.note})" if outcome.note else verdict]
-
-
-def _markdown_table(header: list[str], lines: Iterable[list[str]]) -> str:
-    rule = ["---"] + ["--:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
 
 def _markdown_time(row: Row | None) -> str:
@@ -137,7 +121,7 @@ def markdown(run: Run) -> str:
     header.append("error (eager's)")
     lines = []
     for name, rows in run.cases():
-        ours = next((row for row in rows if row.variant == OURS and row.metric == "device"), None)
+        ours = next((row for row in rows if row.variant == OURS and row.suite in FORWARD_SUITES), None)
         if ours is None:
             continue
         eager, compiled = run.find(name, EAGER), run.find(name, COMPILE)
@@ -155,8 +139,8 @@ def markdown(run: Run) -> str:
             ]
         )
     head = headline(run) if run.on_gpu else [*headline(run), NO_SPEED]
-    return "\n\n".join(["  \n".join(head), _markdown_table(header, lines)])
+    return "\n\n".join(["  \n".join(head), markdown_table(header, lines)])
 
 
 def bars_markdown(run: Run) -> str:
-    return _markdown_table(["what", "bar", "measured", ""], map(bar_cells, bars.judge_all(run)))
+    return markdown_table(BARS_HEADER, map(bar_cells, bars.judge_all(run)))

@@ -13,14 +13,12 @@ from torch import nn
 
 import cutlass_bn
 
-from . import cases, peers
+from . import accuracy, cases, crossover, peers, products
 from .cases import BN2D, Case, matmul_precision
 from .errors import Error, broken_contracts, measure_error, oracle
 from .peers import Builders, Variant
 from .records import COPY, EAGER, ERROR, FAILED, GEMM, OURS, Row
-from .timing import Timing, host_time, interleave, kernel_times
-
-SUITES = ("workloads", "sweep", "overhead", "kernels")
+from .timing import Timing, host_time, interleave, kernel_times, set_time
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,8 @@ class Options:
     compile: bool = True
     max_autotune: bool = False
     seconds: float = 1.5  # of timing a case
-    only: str = ""  # part of a case's name
+    only: str = ""  # part of a step's name
+    seed: int = 0  # of the accuracy suite's inputs
 
     @property
     def on_gpu(self) -> bool:
@@ -59,7 +58,7 @@ def measure(
         calls = {name: lambda i, run=variant.run: run(inputs[i % len(inputs)]) for name, variant in ready.items()}
         timings = interleave(calls, options.device, options.seconds)
     for name, timing in timings.items():
-        _set_time(rows[name], timing)
+        set_time(rows[name], timing)
     limit = _limit(case, timings, ceilings or {})
     for row in rows.values():
         row.limit_ms = limit
@@ -98,10 +97,6 @@ def _check(
     return rows, ready
 
 
-def _set_time(row: Row, timing: Timing) -> None:
-    row.ms, row.p10, row.p90, row.samples = timing.median, timing.p10, timing.p90, timing.samples
-
-
 def _limit(case: Case, timings: dict[str, Timing], ceilings: dict) -> float | None:
     """A copy of the tensor, or the GEMM alone; for fp32 three fp16 products, its price on tensor cores."""
     if case.kind == BN2D:
@@ -132,7 +127,7 @@ def overhead(options: Options) -> list[Row]:
                 timings = host_time(calls, device, blocks)
             for variant, timing in timings.items():
                 row = Row("overhead", f"overhead {name} fp32 {'train' if training else 'eval'}", variant, metric="cpu")
-                _set_time(row, timing)
+                set_time(row, timing)
                 rows.append(row)
     return rows
 
@@ -142,6 +137,8 @@ def overhead(options: Options) -> list[Row]:
 FUSED = "gemm with moments"
 ROLES = (
     (re.compile(r"cutlass(::|\d+)device_kernel"), FUSED),  # mangled where the name is too long for the profiler
+    (re.compile(r"exact_kernel"), "exact tiles"),
+    (re.compile(r"split_(rows|columns)|column_maxima"), "split"),
     (re.compile(r"finali[sz]e", re.IGNORECASE), "finalise"),
     (re.compile(r"normali[sz]e|transform", re.IGNORECASE), "normalise"),
     (re.compile(r"stats|moments", re.IGNORECASE), "moments"),
@@ -175,36 +172,79 @@ def time_kernels(case: Case, options: Options) -> list[Row]:
     rows = []
     for label, values in samples.items():
         row = Row("kernels", f"kernels {case.name}", label, metric="kernel")
-        _set_time(row, Timing.of(values))
+        set_time(row, Timing.of(values))
         rows.append(row)
     return rows
 
 
-def plan(suites: Iterable[str], options: Options) -> list[tuple[str, Case | None]]:
-    """(suite, case) in the order to run, a case that two suites share once; None is the whole overhead suite."""
-    steps: dict[str, tuple[str, Case | None]] = {}
+@dataclass(frozen=True)
+class Step:
+    """What is measured, and fails, as one."""
+
+    suite: str
+    name: str
+    measure: Callable[[dict], list[Row]]  # of the ceilings
+
+    def run(self, ceilings: dict) -> list[Row]:
+        """A step that raises gives a row that says so, and the others still run."""
+        try:
+            return self.measure(ceilings)
+        except Exception as exception:
+            return [Row(self.suite, self.name, OURS, status=ERROR, detail=_first_line(exception))]
+
+
+def _case_steps(suite: str, options: Options) -> list[Step]:
+    found = [case if options.on_gpu else case.reduced() for case in getattr(cases, suite)(options.quick)]
+    return [
+        Step(suite, case.name, lambda ceilings, case=case: measure(suite, case, options, ceilings)) for case in found
+    ]
+
+
+def _kernel_steps(options: Options) -> list[Step]:
+    steps = [
+        Step("kernels", f"kernels {case.name}", lambda _, case=case: time_kernels(case, options))
+        for case in cases.kernels(options.quick)
+    ]
+    return steps + [
+        Step("kernels", problem.name, lambda _, problem=problem: problem.measure(options.device, options.seconds))
+        for problem in products.problems()
+    ]
+
+
+def _accuracy_steps(options: Options) -> list[Step]:
+    return [
+        Step("accuracy", kind.name, lambda _, kind=kind: accuracy.measure(kind, options.device, options.seed))
+        for kind in accuracy.inputs(options.quick)
+    ]
+
+
+def _crossover_steps(options: Options) -> list[Step]:
+    return [
+        Step("crossover", crossover.line_name(*line[:2]), lambda _, line=line: crossover.measure(*line, options.device))
+        for line in crossover.grid(options.quick)
+    ]
+
+
+_STEPS: dict[str, Callable[[Options], list[Step]]] = {
+    "workloads": partial(_case_steps, "workloads"),
+    "sweep": partial(_case_steps, "sweep"),
+    "overhead": lambda options: [Step("overhead", "overhead", lambda _: overhead(options))],
+    "kernels": _kernel_steps,
+    "accuracy": _accuracy_steps,
+    "crossover": _crossover_steps,
+}
+SUITES = tuple(_STEPS)
+GPU_SUITES = ("kernels", "accuracy", "crossover")  # of kernels, which a CPU has none of
+
+
+def plan(suites: Iterable[str], options: Options) -> list[Step]:
+    """The steps in the order to run, one that two suites share once."""
+    steps: dict[str, Step] = {}
     for suite in suites:
-        if suite == "overhead":
-            steps.setdefault(suite, (suite, None))
-            continue
-        if suite == "kernels" and not options.on_gpu:
-            continue
-        for case in getattr(cases, suite)(options.quick):
-            case = case if options.on_gpu else case.reduced()
-            key = f"kernels {case.name}" if suite == "kernels" else case.name
-            if options.only in key:
-                steps.setdefault(key, (suite, case))
+        for step in _STEPS[suite](options) if options.on_gpu or suite not in GPU_SUITES else ():
+            if options.only in step.name:
+                steps.setdefault(step.name, step)
     return list(steps.values())
-
-
-def run_step(suite: str, case: Case | None, options: Options, ceilings: dict) -> list[Row]:
-    """The rows of one step of the plan. A step that raises gives a row that says so, and the others still run."""
-    try:
-        if case is None:
-            return overhead(options)
-        return time_kernels(case, options) if suite == "kernels" else measure(suite, case, options, ceilings)
-    except Exception as exception:
-        return [Row(suite, case.name if case else suite, OURS, status=ERROR, detail=_first_line(exception))]
 
 
 def _first_line(exception: Exception) -> str:

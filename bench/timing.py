@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from .records import Row
+
 # GPU cycles (2 ms at 2 GHz) that a round waits first. The host issues the whole round meanwhile, so that a short
 # kernel's time holds no launch gaps: those are the `overhead` suite's.
 LEAD_CYCLES = 4_000_000
@@ -34,6 +36,10 @@ class Timing:
             return cls(samples[0], samples[0], samples[0], 1)
         tenths = quantiles(samples, n=10, method="inclusive")
         return cls(tenths[4], tenths[0], tenths[8], len(samples))
+
+
+def set_time(row: Row, timing: Timing) -> None:
+    row.ms, row.p10, row.p90, row.samples = timing.median, timing.p10, timing.p90, timing.samples
 
 
 def _round_cuda(calls: list[Call], index: int) -> list[float]:
@@ -59,14 +65,14 @@ def _round_cpu(calls: list[Call], index: int) -> list[float]:
 
 
 def interleave(
-    calls: Mapping[str, Call], device: torch.device, seconds: float, min_rounds: int = 5
+    calls: Mapping[str, Call], device: torch.device, seconds: float, min_rounds: int = 5, max_rounds: int = 200
 ) -> dict[str, Timing]:
     """Times every call for about `seconds` in all. Which call goes first moves on by one each round."""
     time_round = _round_cuda if device.type == "cuda" else _round_cpu
     names = list(calls)
     for index in range(2):  # the first pass warms up, the second says how many rounds fit
         cost = sum(time_round([calls[name] for name in names], index)) / 1e3
-    rounds = max(min_rounds, min(200, int(seconds / max(cost, 1e-6))))
+    rounds = max(min_rounds, min(max_rounds, int(seconds / max(cost, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         shift = index % len(names)

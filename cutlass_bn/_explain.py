@@ -20,7 +20,8 @@ class Plan(NamedTuple):
     path: of a LinearBatchNorm1d "fused" (CUTLASS GEMM with the batch norm in its epilogue), "portable" (torch.mm and
         our kernels around it) or "unfused modules" (its children one by one); of a BatchNorm2d "kernels"; of both
         "reference" (plain PyTorch).
-    tile: the GEMM's CTA tile ("large 128x128 tile") or, of a BatchNorm2d, the memory format ("NCHW", "channels_last").
+    tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products emulate fp32) or, of
+        a BatchNorm2d, the memory format ("NCHW", "channels_last").
     reason: why not the fastest path, "" where it is the fastest.
     """
 
@@ -70,7 +71,8 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     x, weight = (_linear_batch_norm.autocast(tensor.detach()) for tensor in (x, weight))
     dtype = _linear_batch_norm.output_dtype(x, a["scale"])
     inference = not a["training"] and running_mean is not None
-    text = linear_ops.plan(x, weight, dtype, _linear_batch_norm.tf32_is_allowed(), inference)
+    products = _linear_batch_norm.fp32_products(x, a["ieee_fp32"])
+    text = linear_ops.plan(x, weight, dtype, products, inference)
     path, detail = text.split(": ", 1)
     return Plan(path, detail, "") if path == "fused" else Plan(path, "", detail)
 

@@ -18,6 +18,7 @@ import torch
 from ._version import __version__
 
 _MINIMUM_TORCH = (2, 11)  # the stable ABI that the library is compiled against (TORCH_TARGET_VERSION)
+_NEWEST_OP = "split_matmul"
 _HOW_TO_BUILD = (
     "To build it, with a CUDA toolkit (nvcc) 12.8 or newer and torch installed, run "
     "`pip install --no-build-isolation .` in a checkout of cutlass_bn (or `make build` for a checkout used in place)."
@@ -51,6 +52,8 @@ def _load(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{path} could not be loaded: {error}"
     if info["version"] != __version__:
         return {}, f"{path} was built for version {info['version']}, and the Python package is {__version__}"
+    if not hasattr(torch.ops.cutlass_bn, _NEWEST_OP):  # a checkout used in place that moved on
+        return {}, f"{path} is older than the Python package: it has no operator {_NEWEST_OP}"
     return info, None
 
 

@@ -15,6 +15,9 @@ from cutlass_bn import functional
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 EPS = 1e-5
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,14 @@ def unfused(layer: Layer, training: bool, momentum: float = 0.1, eps: float = EP
     z = z if layer.scale is None else z * layer.scale
     y = F.batch_norm(z, layer.running_mean, layer.running_var, layer.gamma, layer.beta, training, momentum, eps)
     return ACTIVATIONS[layer.activation](y)
+
+
+def gradients(function, layer: Layer, training: bool, dy: Tensor, **options) -> dict[str, Tensor]:
+    """Of every input that is there, by name. function: fused or unfused."""
+    leaves = layer.differentiable()
+    y = function(layer.requires_grad(), training, **options)
+    found = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
+    return dict(zip(leaves, found, strict=True))
 
 
 def oracle(layer: Layer, training: bool, momentum: float = 0.1, eps: float = EPS) -> tuple[Tensor, Layer]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import bars, cases, peers, plots, report, suites
+from bench import bars, cases, documents, peers, plots, report, suites
 from bench.cases import BN2D, GEMM_SCALE_BN, Case
 from bench.errors import Error, broken_contracts, measure_error, oracle
-from bench.records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, OK, OURS, Row, Run
+from bench.records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, IEEE, OK, OURS, Row, Run
 from bench.timing import Timing, exclusive_times, interleave
 
 CPU = torch.device("cpu")
@@ -46,7 +46,9 @@ def text_of(run, width=200):
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_every_variant_meets_its_contract(case, device):
     rows = suites.measure("workloads", case, replace(OPTIONS, device=torch.device(device), compile=False))
-    assert {row.variant for row in rows} >= {EAGER, OURS, COPY if case.kind == BN2D else GEMM}
+    variants = {row.variant for row in rows}
+    assert variants >= {EAGER, OURS, COPY if case.kind == BN2D else GEMM}
+    assert (IEEE in variants) is (case.kind == GEMM_SCALE_BN and case.precision == "fp32" and case.training)
     for row in rows:
         assert row.status == OK, row.detail
         assert row.ms > 0
@@ -140,9 +142,11 @@ def test_contracts(error, precision, good):
 
 def test_suites_hold_what_they_promise():
     names = {case.name for case in cases.workloads()}
-    assert {bars.LARGE, bars.LARGE_EVAL, *bars.GEMM_TRAIN.values(), *bars.GEMM_EVAL.values()} <= names
+    gemm = {*bars.GEMM_TRAIN.values(), *bars.GEMM_EVAL.values(), *bars.FP32_OTHERS}
+    assert {bars.LARGE, bars.LARGE_EVAL, *gemm} <= names
+    assert cases.workloads()[0].name == bars.GEMM_TRAIN["fp32"]  # the documents' tables lead with it
     assert bars.MIDDLE in {case.name for case in cases.sweep(quick=True)}
-    assert {bars.GEMM_TRAIN["tf32"], bars.GEMM_TRAIN["bf16"]} <= {case.name for case in cases.kernels(quick=True)}
+    assert set(bars.GEMM_TRAIN.values()) <= {case.name for case in cases.kernels(quick=True)}
     for suite in (cases.workloads, cases.sweep, cases.kernels):
         assert {replace(c, compile=True) for c in suite(quick=True)} <= set(suite())
     overhead = {row.case for row in suites.overhead(replace(OPTIONS, quick=True))}
@@ -150,9 +154,8 @@ def test_suites_hold_what_they_promise():
 
 
 def test_a_case_of_two_suites_runs_once():
-    steps = suites.plan(("workloads", "sweep"), replace(OPTIONS, quick=False))
-    names = [case.name for _, case in steps]
-    assert len(names) == len(set(names))
+    steps = suites.plan(("workloads", "sweep"), replace(OPTIONS, device=torch.device("cuda"), quick=False))
+    assert [step.name for step in steps] == list(dict.fromkeys(case.name for case in cases.workloads() + cases.sweep()))
 
 
 def test_tf32_switch_is_put_back():
@@ -182,6 +185,9 @@ def test_a_kernel_that_starts_early_to_wait_counts_from_its_turn():
         ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiii", suites.FUSED),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", GEMM),
         ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x128>(...)", GEMM),
+        ("void cutlass_bn::linear_bn::split_rows_kernel<...>(cutlass_bn::linear_bn::SplitSource, ...)", "split"),
+        ("void cutlass_bn::linear_bn::column_maxima_kernel<4>(...)", "split"),
+        ("void cutlass_bn::linear_bn::exact_kernel<128, cutlass_bn::linear_bn::ExactMoments>(...)", "exact tiles"),
         ("void cutlass_bn::finalize_kernel<true>(cutlass_bn::FinalizeParams)", "finalise"),
         ("void cutlass_bn::normalize_kernel<float>(cutlass_bn::NormalizeParams)", "normalise"),
         ("void cutlass_bn::stats_nchw_kernel<float>(cutlass_bn::StatsParams)", "moments"),
@@ -204,10 +210,12 @@ def test_kernels_of_a_call_are_told_apart():
 def recorded_run():
     """As a GPU run would leave it: every case and variant at a made-up time, and one wrong result."""
     run = Run({"device_type": "cuda", "device": "a GPU", "torch": "2"}, {"copy": 4200.0, "fp16": 800.0})
-    for suite, case in suites.plan(("workloads", "sweep"), replace(OPTIONS, device=torch.device("cuda"), quick=False)):
+    judged, swept = cases.workloads(), cases.sweep()
+    for case in {case.name: case for case in judged + swept}.values():
         for variant, ms in ((EAGER, 8.0), (COMPILE, 3.0), (OURS, 2.5), (COPY if case.kind == BN2D else GEMM, 2.0)):
             work, unit = case.work
-            row = Row(suite, case.name, variant, ms=ms, p10=ms, p90=ms, samples=9, limit_ms=2.0, work=work, unit=unit)
+            row = Row("workloads" if case in judged else "sweep", case.name, variant, ms=ms, p10=ms, p90=ms, samples=9)
+            row.limit_ms, row.work, row.unit = 2.0, work, unit
             row.max_abs_error, row.relative_error = 1e-6, 1e-7
             run.rows.append(row)
     for case in cases.kernels():
@@ -238,7 +246,9 @@ def test_bars():
     assert verdicts[f"{bars.MIDDLE}, time"] is False
     assert verdicts[f"{bars.GEMM_EVAL['bf16']}, time over gemm's"] is False  # wrong, however fast
     assert verdicts["finalise kernel, bf16"] is False
-    assert None in verdicts.values()  # overhead was not measured
+    assert verdicts[f"{bars.GEMM_TRAIN['fp32']}, time"] is True
+    assert verdicts[f"{bars.GEMM_TRAIN['fp32']}, faster than eager"] is False
+    assert None in verdicts.values()  # overhead and accuracy were not measured
     moments = next(outcome for what, outcome in outcomes.items() if what.startswith("moments in the epilogue, bf16"))
     assert moments.value == pytest.approx(3.0)
     assert moments.reached is True
@@ -275,12 +285,42 @@ def test_a_run_without_a_gpu_says_so(tmp_path, capsys):
     assert report.NO_SPEED in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("document", "marker", "render"),
-    [("README.md", "measured", report.markdown), ("docs/performance.md", "bars", report.bars_markdown)],
-)
-def test_documents_show_the_recorded_run(document, marker, render):
-    """Between their markers stands what `python -m bench show|bars --markdown` prints."""
-    text = (command.ROOT / document).read_text()
-    shown = text.split(f"<!-- {marker} -->\n")[1].split(f"\n<!-- /{marker} -->")[0]
-    assert shown.strip() == render(Run.load(command.RECORDED)).strip()
+@pytest.mark.parametrize(("document", "marker"), documents.TABLES)
+def test_documents_show_the_recorded_run(document, marker):
+    """Between their markers stands what `python -m bench documents` writes there."""
+    render = documents.TABLES[document, marker]
+    assert documents.shown(document, marker) == render(Run.load(command.RECORDED)).strip()
+
+
+def test_documents_are_rewritten(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    for name in {name for name, _ in documents.TABLES}:
+        (tmp_path / name).write_text((command.ROOT / name).read_text())
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    run = recorded_run()
+    run.save(tmp_path / "run.json")
+    assert command.main(["documents", str(tmp_path / "run.json")]) == 0
+    assert documents.write(run) == []
+    assert documents.shown("README.md", "measured") == report.markdown(run)
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="expected one pair of markers measured"):
+        documents.write(run)
+
+
+def test_a_run_is_resumed(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    arguments = ["workloads", "--quick", "--device", "cpu", "--seconds", "0.001", "--json", str(path), "--resume"]
+    assert command.main([*arguments, "--only", "bn2d", "--seed", "7"]) == 0
+    begun = Run.load(path)
+    assert begun.options["steps"]
+    assert command.main([*arguments, "--only", "bn2d"]) == 0  # nothing is left to do
+    assert Run.load(path).rows == begun.rows
+    assert command.main([*arguments, "--only", "tf32 eval"]) == 0
+    run = Run.load(path)
+    assert run.rows[: len(begun.rows)] == begun.rows
+    assert len(run.options["steps"]) == len(begun.options["steps"]) + 1
+    assert run.options["seed"] == 7
+    run.environment["device"] = "another"
+    run.save(path)
+    assert command.main(arguments) == 2
+    assert "can't be resumed" in capsys.readouterr().err

@@ -6,12 +6,13 @@ import copy
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_cases import Shape
 from linear_cases import BF16, FP16, TRAINING, Case, Layer, fp32_precision, fused, make_layer, max_error, unfused
 from linear_cases import oracle as linear_oracle
 from torch import nn
@@ -21,17 +22,6 @@ from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, explain
 from cutlass_bn.functional import batch_norm, linear_batch_norm
 
 F32 = torch.float32
-
-
-@dataclass(frozen=True)
-class Shape:
-    sizes: tuple[int, ...]
-    why: str
-    dtype: torch.dtype = F32
-    channels_last: bool = False
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "-")
 
 
 SHAPES = [
@@ -56,9 +46,7 @@ SHAPES = [
 def test_batch_norm_sizes(shape, device):
     if device == "cpu" and torch.Size(shape.sizes).numel() > 1.7e7:
         pytest.skip("a grid's limits: the CPU path has no grid, and takes seconds")
-    x = torch.randn(shape.sizes, device=device).mul_(2).add_(3).to(shape.dtype)
-    if shape.channels_last:
-        x = x.to(memory_format=torch.channels_last)
+    x = shape.randn(device, mean=3.0, std=2.0)
     channels = x.size(1)
     mean, var = torch.zeros(channels, device=device), torch.ones(channels, device=device)
     y = batch_norm(x, mean, var, training=True, momentum=1.0)

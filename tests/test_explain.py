@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import BF16, FP16, fp32_precision
+from linear_cases import BF16, FP16, fp32_precision, hopper
 from torch import nn
 
 import cutlass_bn
 from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, Plan, explain, functional
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 
 
 def test_cpu_runs_the_reference():
@@ -63,9 +59,10 @@ def test_missing_arguments():
 )  # fmt: skip
 @pytest.mark.parametrize("m", [2, 16, 300, 16384])
 def test_path_by_dtype(m, dtype, tf32, path, training):
-    module = LinearBatchNorm1d(64, 128, device="cuda", dtype=dtype).train(training)
+    """K is so short that float32 products at full precision are torch.mm's; test_split_layer.py has longer ones."""
+    module = LinearBatchNorm1d(32, 128, device="cuda", dtype=dtype).train(training)
     with fp32_precision(tf32):
-        plan = explain(module, torch.ones(m, 64, device="cuda", dtype=dtype))
+        plan = explain(module, torch.ones(m, 32, device="cuda", dtype=dtype))
     assert plan.path == path, plan
     assert bool(plan.tile) == (path == "fused")
     assert bool(plan.reason) == (path != "fused")

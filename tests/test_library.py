@@ -32,8 +32,8 @@ def python(code: str, **environment: str) -> str:
 
 @needs_library
 def test_has_every_op():
-    declared = re.findall(r'"(\w+)\(Tensor input', (ROOT / "csrc" / "ops" / "library.cpp").read_text())
-    assert "batch_norm_stats" in declared
+    declared = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "ops" / "library.cpp").read_text())
+    assert {"batch_norm_stats", _library._NEWEST_OP} <= set(declared)
     for name in declared:
         assert getattr(torch.ops.cutlass_bn, name).default._schema.name == f"cutlass_bn::{name}"
 
@@ -150,6 +150,14 @@ def test_a_library_of_another_version_is_reported(monkeypatch):
     monkeypatch.setattr(_library, "__version__", "99.0.0")
     _, error = _library._load(_library.library_path())
     assert f"was built for version {cutlass_bn.__version__}, and the Python package is 99.0.0" in error
+
+
+@needs_library
+def test_a_library_from_before_the_newest_op_is_reported(monkeypatch):
+    monkeypatch.setattr(_library, "_NEWEST_OP", "op_of_tomorrow")
+    info, error = _library._load(_library.library_path())
+    assert info == {}
+    assert error.endswith("is older than the Python package: it has no operator op_of_tomorrow")
 
 
 def test_require_matches_library_is_loaded(monkeypatch):

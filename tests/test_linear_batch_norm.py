@@ -99,6 +99,11 @@ LAYOUTS = {
 }
 
 
+def test_ieee_fp32_is_of_no_effect_where_nothing_is_split(device):
+    layer = make_layer(Case(33, 12, 8, "little work"), device)
+    assert torch.equal(fused(layer.clone(), True, ieee_fp32=True), fused(layer, True))
+
+
 @TRAINING
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, training, device):

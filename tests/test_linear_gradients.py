@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linear_cases import BF16, FP16, TRAINING, Case, Layer, assert_no_worse, fused, make_layer, max_error, unfused
+from linear_cases import (
+    BF16,
+    FP16,
+    TRAINING,
+    Case,
+    Layer,
+    assert_no_worse,
+    fused,
+    gradients,
+    make_layer,
+    max_error,
+    unfused,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,13 +33,6 @@ CASES = [
     Case(96, 40, 32, "bf16 throughout", BF16, scale=False, parameter_dtype=BF16),
     Case(96, 40, 32, "fp16 with fp32 parameters", FP16, scale=False, activation="gelu"),
 ]
-
-
-def gradients(function, layer: Layer, training: bool, dy: Tensor, **options) -> dict[str, Tensor]:
-    leaves = layer.differentiable()
-    y = function(layer.requires_grad(), training, **options)
-    found = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
-    return dict(zip(leaves, found, strict=True))
 
 
 @TRAINING

@@ -272,4 +272,16 @@ def test_device_and_dtype():
 
 
 def test_repr():
-    assert "scale=True, activation='relu'" in repr(LinearBatchNorm1d(2, 3, scale=True, activation="relu"))
+    text = repr(LinearBatchNorm1d(2, 3, scale=True, activation="relu"))
+    assert "scale=True, activation='relu'\n" in text
+    assert "activation=None, ieee_fp32=True\n" in repr(LinearBatchNorm1d(2, 3, ieee_fp32=True))
+
+
+def test_ieee_fp32_is_kept():
+    module = LinearBatchNorm1d(2, 3, ieee_fp32=True)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.ieee_fp32
+        assert other.arguments()["ieee_fp32"]
+    assert not LinearBatchNorm1d(2, 3).ieee_fp32
+    del module.ieee_fp32  # pickled before there was a choice
+    assert not pickle.loads(pickle.dumps(module)).arguments()["ieee_fp32"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the 
 CASE = Case(20, 11, 8, "odd N: u has padded rows", activation="gelu")
 
 
-def _cpu_stats(input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, allow_tf32):
+def _cpu_stats(input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, fp32_products):
     width = 16 // input.element_size()
     row = -(-len(weight) // width) * width
     u = input.new_empty_strided((len(input), len(weight)), (row, 1)).copy_(input @ weight.t())
@@ -32,12 +32,12 @@ def _cpu_stats(input, weight, bias, scale, running_mean, running_var, counter, m
     return u, stats
 
 
-def _cpu_transform(input, weight, bias, scale, gamma, beta, u, stats, activation, dtype):
+def _cpu_transform(input, weight, bias, scale, gamma, beta, u, stats, activation, dtype, fp32_products):
     y = (u - stats[0] - stats[1]) * (stats[2] * scale) * gamma + beta
     return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
 
 
-def _cpu_inference(input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, allow_tf32):
+def _cpu_inference(input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, fp32_products):
     y = (scale * (input @ weight.t() + bias) - mean) * torch.rsqrt(var + eps) * gamma + beta
     return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
 
@@ -54,17 +54,17 @@ def kernels(device):
     library._destroy()
 
 
-def arguments(device, dtype=torch.float32):
+def arguments(device, dtype=torch.float32, products=ops.FP32_PRODUCTS["ieee"]):
     """The arguments of each op."""
     layer = make_layer(Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
-    u, stats = ops.stats(x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, False)
+    u, stats = ops.stats(x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, products)
     for t in (x, w, b, s, gamma, beta):
         t.requires_grad_()
     return {
-        "stats": (*(t.detach() for t in (x, w, b, s)), mean, var, layer.num_batches_tracked, 0.1, EPS, False),
-        "transform": (x, w, b, s, gamma, beta, u, stats, 2, dtype),
-        "inference": (x, w, b, s, mean, var, gamma, beta, EPS, 2, dtype, False),
+        "stats": (*(t.detach() for t in (x, w, b, s)), mean, var, layer.num_batches_tracked, 0.1, EPS, products),
+        "transform": (x, w, b, s, gamma, beta, u, stats, 2, dtype, products),
+        "inference": (x, w, b, s, mean, var, gamma, beta, EPS, 2, dtype, products),
     }
 
 
@@ -96,6 +96,46 @@ def test_registered_gradients(training, create_graph, device):
             assert max_error(ours, theirs) < 1e-5, name
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("products", ops.FP32_PRODUCTS)
+@pytest.mark.parametrize("create_graph", [False, True], ids=["backward", "double backward"])
+@pytest.mark.parametrize("name", ["transform", "inference"])
+def test_backward_keeps_the_products_of_the_forward(name, create_graph, products, monkeypatch, device):
+    """On a Hopper GPU, where they are large: of all matrix products that the formulas make, split ones."""
+    sizes = []
+
+    def split_matmul(a, b):
+        assert all(1 in t.stride() for t in (a, b))
+        sizes.append((*a.shape, b.size(1)))
+        return torch.mm(a, b)
+
+    monkeypatch.setattr(ops, "split_matmul", split_matmul)
+    args = arguments(device, products=ops.FP32_PRODUCTS[products])[name]
+    m, n, k = CASE.m, CASE.n, CASE.k
+    forward, backward = [(m, k, n)], [(m, n, k), (n, m, k)]
+    if create_graph:  # the reference, and what it needs of u
+        expected = forward if name == "transform" else []
+    else:
+        expected = backward if name == "transform" else forward + backward
+    for hopper, smallest, wanted in ((True, k, expected), (True, k + 1, []), (False, k, [])):
+        monkeypatch.setattr(ops, "_is_hopper", lambda _, hopper=hopper: hopper)
+        monkeypatch.setattr(ops, "_SPLIT_BACKWARD_SIZE", smallest)
+        y = getattr(ops, name)(*args)
+        torch.autograd.grad(y.sum(), args[:2], create_graph=create_graph)  # an expanded gradient
+        assert sizes == (wanted if products == "split" else [])
+        sizes.clear()
+
+
+def test_operands_without_dense_rows_or_columns_are_copied(device):
+    dense = torch.rand(6, 8, device=device)
+    for taken in (dense, dense.t(), dense[:, 1:5], dense[2:4].t(), dense[:, :1], dense[:1]):
+        assert ops._unit_strided(taken) is taken
+    for copied in (dense[:, ::2], dense[:, ::2].t(), dense[:1].expand(6, 8), dense[:, :1].expand(6, 8)):
+        result = ops._unit_strided(copied)
+        assert result.is_contiguous()
+        assert torch.equal(result, copied)
+
+
 @pytest.mark.parametrize(("dtype", "stride"), [(torch.float32, 12), (BF16, 16)])
 def test_fake_cuda_tensors(dtype, stride):
     """Shapes, strides and dtypes for a CUDA device that this machine need not have."""
@@ -106,7 +146,7 @@ def test_fake_cuda_tensors(dtype, stride):
 
         x, w, vector = empty(6, 5), empty(11, 5), empty(11, dtype=torch.float32)
         counter = empty(dtype=torch.int64)
-        u, stats = ops.stats(x, w, None, vector, vector, vector, counter, None, EPS, False)
+        u, stats = ops.stats(x, w, None, vector, vector, vector, counter, None, EPS, 0)
         assert (u.shape, u.stride(), u.dtype) == ((6, 11), (stride, 1), dtype)
         assert (stats.shape, stats.dtype) == ((3, 11), torch.float32)
         for training in (True, False):
@@ -115,7 +155,7 @@ def test_fake_cuda_tensors(dtype, stride):
             y = functional.linear_batch_norm(x, w, None, None, vector, vector, training=training)
             assert (y.shape, y.dtype) == ((6, 11), dtype)
         with pytest.raises(RuntimeError, match="weight: expected"):
-            ops.stats(x, empty(11, 4), None, None, None, None, None, 0.1, EPS, False)
+            ops.stats(x, empty(11, 4), None, None, None, None, None, 0.1, EPS, 0)
 
 
 ERRORS = {
@@ -137,6 +177,7 @@ ERRORS = {
     "stats' dtype": ("transform", 7, lambda t: t.half(), "stats: expected contiguous float32, got float16"),
     "activation": ("transform", 8, lambda _: 4, "activation: expected 0"),
     "output's dtype": ("transform", 9, lambda _: torch.float16, "dtype: expected that of input"),
+    "code of the products": ("stats", 9, lambda _: 3, "fp32_products: expected 0"),
     "running_var's shape": ("inference", 5, lambda t: t[1:], "running_var: expected shape"),
     "beta's dtype": ("inference", 7, lambda t: t.double(), "beta: expected float32, float16 or bfloat16"),
 }

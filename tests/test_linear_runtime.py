@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from linear_cases import BF16, FP16, TRAINING, fp32_precision, max_error
 
 from cutlass_bn import LinearBatchNorm1d
-from cutlass_bn.functional._linear_batch_norm import tf32_is_allowed
+from cutlass_bn.functional._linear_batch_norm import fp32_products
+from cutlass_bn.ops.linear_batch_norm import FP32_PRODUCTS
 
 
 def module_and_input(device, m=130, k=64, n=136, **options):
@@ -56,28 +57,51 @@ def check_compiled(backend, training, device):
 
 
 def test_the_precision_switch_is_a_constant_that_dynamo_guards():
-    function = torch.compile(lambda x: x + 1 if tf32_is_allowed() else x, fullgraph=True, backend="eager")
-    x = torch.zeros(1)
+    def function(x, ieee_fp32):
+        return x + fp32_products(x, ieee_fp32)
+
+    compiled, x = torch.compile(function, fullgraph=True, backend="eager"), torch.zeros(1)
+
+    def check(full_precision: bool) -> None:
+        for ieee_fp32, kind in ((False, "split"), (True, "ieee")):
+            expected = FP32_PRODUCTS[kind if full_precision else "tf32"]
+            assert compiled(x, ieee_fp32) == function(x, ieee_fp32) == expected
+
     try:
-        for precision, tf32 in (("ieee", False), ("tf32", True), ("ieee", False)):
+        for precision in ("ieee", "tf32", "ieee"):
             torch.backends.cuda.matmul.fp32_precision = precision
-            assert function(x) == tf32
-        for precision, tf32 in (("high", True), ("highest", False)):
+            check(precision == "ieee")
+        for precision in ("high", "highest"):
             torch.set_float32_matmul_precision(precision)
-            assert function(x) == tf32
+            check(precision == "highest")
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float64], ids=str)
+def test_the_precision_switch_is_not_looked_at_for_other_dtypes(dtype):
+    x = torch.zeros(1, dtype=dtype)
+    for tf32 in (False, True):
+        with fp32_precision(tf32):
+            assert fp32_products(x, False) == fp32_products(x, True) == FP32_PRODUCTS["ieee"]
+
+
+LARGE = {"m": 1100, "k": 1024, "n": 1040}  # where float32 products are split
+
+
 @pytest.mark.gpu
-def test_compiled_code_follows_the_precision_switch():
-    module, x = module_and_input("cuda", m=512, k=512)
-    compiled = torch.compile(module.eval(), fullgraph=True, backend="aot_eager")
+@TRAINING
+def test_compiled_code_follows_the_precision_switch(training):
+    """PyTorch's, and the module's own: what is compiled gives the bits that are computed without."""
+    module, x = module_and_input("cuda", **LARGE)
+    compiled = torch.compile(module.train(training), fullgraph=True, backend="aot_eager")
     exact = separate(copy.deepcopy(module).double(), x.double())
     with torch.no_grad():
-        for tf32 in (False, True, False):
+        for tf32, module.ieee_fp32 in ((False, False), (True, False), (False, True), (True, True), (False, False)):
             with fp32_precision(tf32):
-                assert (max_error(compiled(x), exact) > 2e-5) == tf32
+                y = compiled(x)
+                assert torch.equal(y, module(x))
+                assert (max_error(y, exact) > 2e-5) == tf32
 
 
 @TRAINING
@@ -126,10 +150,12 @@ def test_no_grad_records_nothing(device):
 
 @pytest.mark.gpu
 @TRAINING
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_cuda_graph(dtype, training):
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, {}), (BF16, {}), (torch.float32, LARGE)], ids=["fp32", "bf16", "split fp32"]
+)
+def test_cuda_graph(dtype, sizes, training):
     """Captured once, replayed: no synchronisation, and the counter and running statistics advance in place."""
-    module, x = module_and_input("cuda", momentum=None)
+    module, x = module_and_input("cuda", momentum=None, **sizes)
     module, x = module.to(dtype).train(training), x.to(dtype)
     eager = copy.deepcopy(module)
     with torch.no_grad():
@@ -170,8 +196,9 @@ def test_side_stream(training):
 
 
 @pytest.mark.gpu
-def test_does_not_synchronise():
-    module, x = module_and_input("cuda")
+@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["small", "large"])
+def test_does_not_synchronise(sizes):
+    module, x = module_and_input("cuda", **sizes)
     module(x)
     torch.cuda.set_sync_debug_mode("error")
     try:

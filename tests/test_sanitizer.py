@@ -6,55 +6,44 @@ Inputs, expectations and comparisons are on the CPU, so that hardly any kernel b
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
-from linear_cases import BF16, FP16, Case, fp32_precision, fused, make_layer, max_error
+from batch_norm_cases import Shape
+from linear_cases import BF16, FP16, Case, fp32_precision, fused, hopper, make_layer, max_error
 from linear_cases import oracle as linear_oracle
+from split_cases import excess, normal, spanning
 
 from cutlass_bn import BatchNorm2d
 from cutlass_bn.functional import batch_norm
+from cutlass_bn.ops import linear_batch_norm as linear_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
 
 F32 = torch.float32
 
 
-@dataclass(frozen=True)
-class Activation:
-    sizes: tuple[int, ...]
-    why: str
-    dtype: torch.dtype = F32
-    channels_last: bool = False
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "-")
-
-
-ACTIVATIONS = [
-    Activation((3, 5, 33, 31), "planes without vectors"),
-    Activation((2, 3, 100, 100), "planes in vectors, in several segments"),
-    Activation((3, 7, 13, 24), "several planes in a block, in vectors of eight", BF16),
-    Activation((8, 12, 7, 7), "small planes in vectors"),
-    Activation((8, 9, 5, 3), "small planes without vectors", BF16),
-    Activation((2, 8, 9, 30), "channels last in vectors of eight", BF16, True),
-    Activation((3, 5, 33, 31), "channels last without vectors", channels_last=True),
-    Activation((2, 600, 3, 3), "channels last in several blocks side by side", FP16, True),
+SHAPES = [
+    Shape((3, 5, 33, 31), "planes without vectors"),
+    Shape((2, 3, 100, 100), "planes in vectors, in several segments"),
+    Shape((3, 7, 13, 24), "several planes in a block, in vectors of eight", BF16),
+    Shape((8, 12, 7, 7), "small planes in vectors"),
+    Shape((8, 9, 5, 3), "small planes without vectors", BF16),
+    Shape((2, 8, 9, 30), "channels last in vectors of eight", BF16, True),
+    Shape((3, 5, 33, 31), "channels last without vectors", channels_last=True),
+    Shape((2, 600, 3, 3), "channels last in several blocks side by side", FP16, True),
 ]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_batch_norm(activation):
-    x = torch.randn(activation.sizes).to(activation.dtype)
-    if activation.channels_last:
-        x = x.to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_batch_norm(shape):
+    x = shape.randn()
     reference = BatchNorm2d(x.size(1), momentum=None)
     module, on_gpu = copy.deepcopy(reference).cuda(), x.cuda()
     with torch.no_grad():
         for training in (True, False):
             y, expected = module.train(training)(on_gpu), reference.train(training)(x)
-            assert max_error(y.cpu(), expected) < (1e-2 if activation.dtype != F32 else 1e-5)
+            assert max_error(y.cpu(), expected) < (1e-2 if shape.dtype != F32 else 1e-5)
     assert module.num_batches_tracked.item() == 1
 
 
@@ -68,6 +57,16 @@ def test_matrix_and_empty_batch():
     assert module.num_batches_tracked.item() == 1
 
 
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("rows", [normal, spanning(60)], ids=["split", "plain sums"])
+@hopper
+def test_split_matmul(rows, columns):
+    x, w = rows(70, 201, "cpu"), normal(136, 201, "cpu")
+    a, b = x.cuda(), w.t().contiguous().cuda()
+    u = linear_ops.split_matmul(*((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b)))
+    assert excess(u.cpu(), x, w, extra=8) <= 1
+
+
 LINEAR = [
     Case(70, 132, 36, "TF32, a small tile", tf32=True, activation="gelu"),
     Case(70, 136, 40, "fp16, a small tile", FP16, scale=False, activation="relu"),
@@ -75,6 +74,8 @@ LINEAR = [
     Case(1000, 1000, 8, "bf16, medium tiles", BF16, scale=False),
     Case(1985, 1000, 8, "bf16, large tiles", BF16, scale=False),
     Case(70, 35, 24, "bf16, u with padded rows; portable in eval", BF16, scale=False),
+    Case(320, 640, 513, "split fp32, small tiles"),
+    Case(2049, 1000, 257, "split fp32, large tiles"),
     Case(70, 33, 25, "portable, nothing in vectors"),
     Case(70, 40, 25, "portable, float32 out of bf16", BF16),
     Case(2, 8, 8, "two rows", scale=False),

@@ -6,17 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linear_cases import BF16, FP16, TRAINING, Case, assert_no_worse, fp32_precision, fused, make_layer, oracle, unfused
+from linear_cases import (
+    BF16,
+    FP16,
+    TRAINING,
+    Case,
+    assert_no_worse,
+    fp32_precision,
+    fused,
+    hopper,
+    make_layer,
+    oracle,
+    unfused,
+)
 
 from cutlass_bn import explain
 from cutlass_bn.functional import linear_batch_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, hopper]
 
 # Sizes for which the dispatcher chooses this tile where there are 132 multiprocessors.
 SIZES = {"large": (1985, 1000), "medium": (1000, 1000), "small": (70, 136)}

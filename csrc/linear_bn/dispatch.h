@@ -1,11 +1,14 @@
-// Which kernels a call takes: the Hopper GEMM with everything in its epilogue, or torch.mm and the kernels around it.
+// Which kernels a call takes: a Hopper GEMM with everything in its epilogue, from the operands as they are or from split ones, or
+// torch.mm and the kernels around it.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "common/dtype.h"
 #include "linear_bn/gemm/launch.h"
+#include "linear_bn/split/gemm.h"
 
 namespace cutlass_bn::linear_bn {
 
@@ -16,30 +19,41 @@ struct MatrixView {
   int64_t row_stride = 0, column_stride = 1;  // elements
 };
 
+// How the products of float32 operands are made. The codes are those of the ops' fp32_products.
+enum class Fp32Products : int {
+  kIeee = 0,   // torch.mm
+  kTf32 = 1,   // operands rounded to TF32
+  kSplit = 2,  // three fp16 products, as exact as float32
+};
+
 struct Request {
   MatrixView x;                   // [M, K]
   MatrixView w;                   // [N, K]
   DType dtype = DType::kFloat32;  // of x and w
   int64_t out_row_stride = 0;     // elements; of u in training, of y in eval. Its data is 16-byte aligned
   DType out_dtype = DType::kFloat32;
-  bool allow_tf32 = false;     // whether float32 products may be rounded to TF32
+  Fp32Products fp32_products = Fp32Products::kIeee;
   int compute_capability = 0;  // 10 * major + minor
   int sm_count = 0;
 };
 
-enum class Path { kFused, kPortable };
+enum class Path { kFused, kSplit, kPortable };
 
 struct Plan {
   Path path = Path::kPortable;
-  char const* reason = "";               // why not fused; "" where it is
-  gemm::Tile tile = gemm::Tile::kLarge;  // where fused
+  char const* reason = "";               // why portable; "" where it isn't
+  gemm::Tile tile = gemm::Tile::kLarge;  // where not portable
   gemm::Operands operands;               // where fused
+  SplitOperands split;                   // where split
 };
 
 // Depends on nothing but the request, so the same call always takes the same kernels.
 Plan choose_plan(Request const& request);
 
-// "fused: large 256x128 tile", or "portable: " and the reason.
+// As the split reads it; nothing where neither of the strides is 1, or what is adjacent overlaps.
+std::optional<SplitSource> split_source(MatrixView const& matrix);
+
+// "fused: large 128x128 tile" (a split tile's name says so), or "portable: " and the reason.
 std::string describe(Plan const& plan);
 
 }  // namespace cutlass_bn::linear_bn

@@ -2,6 +2,7 @@
 // writes close together in DRAM (docs/performance.md); what a block's columns need is worked out once, by all its threads.
 #include "common/launch.cuh"
 #include "common/packet.cuh"
+#include "linear_bn/folded.cuh"
 #include "linear_bn/launch.h"
 
 namespace cutlass_bn::linear_bn {
@@ -18,14 +19,6 @@ inline constexpr int kRows = N == 8 ? 4 : 8;  // rows of a batch; wider vectors 
 template <int N>
 inline constexpr int kBlockRows = kRowStep * kRows<N> * kBatches;
 
-// y = act((scale * u + shift) * factor + beta). For a batch's statistics scale is 1 and shift -mean: the mean is subtracted before
-// anything is multiplied, as multiplying out would cancel at a large mean.
-struct ColumnMap {
-  float scale, shift, factor, beta;
-
-  __device__ __forceinline__ float operator()(float u) const { return fmaf(fmaf(scale, u, shift), factor, beta); }
-};
-
 __device__ __forceinline__ ColumnMap column_map(NormalizeParams const& p, int64_t column) {
   float const invstd = p.stats[2 * p.n + column];
   float const factor = p.gamma.load_or(column, 1.f) * (p.scale.load_or(column, 1.f) * invstd);
@@ -33,27 +26,7 @@ __device__ __forceinline__ ColumnMap column_map(NormalizeParams const& p, int64_
   return {1.f, -p.stats[column], factor, fmaf(-remainder, factor, p.beta.load_or(column, 0.f))};
 }
 
-__device__ __forceinline__ ColumnMap column_map(NormalizeInferenceParams const& p, int64_t column) {
-  float const scale = p.scale.load_or(column, 1.f);
-  float const shift = fmaf(scale, p.bias.load_or(column, 0.f), -p.running_mean.load(column));
-  float const factor = p.gamma.load_or(column, 1.f) * __frsqrt_rn(p.running_var.load(column) + p.eps);
-  return {scale, shift, factor, p.beta.load_or(column, 0.f)};
-}
-
-// One branch per vector instead of one per element.
-template <int N>
-__device__ __forceinline__ void activate_all(float (&v)[N], Activation activation) {
-  auto const apply = [&v](auto const& function) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = function(v[i]);
-  };
-  switch (activation) {
-    case Activation::kRelu: apply([](float x) { return activate(x, Activation::kRelu); }); break;
-    case Activation::kGelu: apply([](float x) { return activate(x, Activation::kGelu); }); break;
-    case Activation::kSilu: apply([](float x) { return activate(x, Activation::kSilu); }); break;
-    default: break;
-  }
-}
+__device__ __forceinline__ ColumnMap column_map(NormalizeInferenceParams const& p, int64_t column) { return folded_map(p, column); }
 
 // y may be wider than u (half in, float32 out): then a vector of u becomes several 16-byte stores.
 template <int N, class Out>

@@ -14,17 +14,23 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
       "batch_norm_inference(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, float eps) -> "
       "Tensor");
 
+  // fp32_products: how float32 products are made (linear_bn/dispatch.h): 0 IEEE, 1 TF32, 2 split.
   // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], without bias and scale.
   m.def(
       "linear_batch_norm_stats(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, bool allow_tf32) -> "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, int fp32_products) -> "
       "(Tensor u, Tensor stats)");
   m.def(
       "linear_batch_norm_transform(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, "
-      "Tensor u, Tensor stats, int activation, ScalarType dtype) -> Tensor");
+      "Tensor u, Tensor stats, int activation, ScalarType dtype, int fp32_products) -> Tensor");
   m.def(
       "linear_batch_norm_inference(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor running_mean, "
-      "Tensor running_var, Tensor? gamma, Tensor? beta, float eps, int activation, ScalarType dtype, bool allow_tf32) -> Tensor");
+      "Tensor running_var, Tensor? gamma, Tensor? beta, float eps, int activation, ScalarType dtype, int fp32_products) -> Tensor");
   // Which path the two GEMM ops above take for these arguments, as text (see linear_bn/dispatch.h). Reads no data.
-  m.def("linear_batch_norm_plan(Tensor input, Tensor weight, ScalarType dtype, bool allow_tf32, bool inference) -> str");
+  m.def("linear_batch_norm_plan(Tensor input, Tensor weight, ScalarType dtype, int fp32_products, bool inference) -> str");
+
+  // The parts of the split GEMM. planes float16 [2, rows, ld], exponents and census int32 [rows] of the matrix or its transpose
+  // (linear_bn/split/split.h); a b, always by three fp16 products.
+  m.def("split_fp32(Tensor matrix, bool transposed) -> (Tensor planes, Tensor exponents, Tensor census)");
+  m.def("split_matmul(Tensor a, Tensor b) -> Tensor");
 }

@@ -8,9 +8,8 @@
 #include "batch_norm/launch.h"
 #include "common/device_info.h"
 #include "common/finalize.h"
-#include "linear_bn/dispatch.h"
 #include "linear_bn/launch.h"
-#include "ops/tensor_args.h"
+#include "ops/matrix_args.h"
 
 namespace cutlass_bn::ops {
 namespace {
@@ -47,17 +46,21 @@ Activation check_activation(int64_t code) {
   return static_cast<Activation>(code);
 }
 
+linear_bn::Fp32Products check_fp32_products(int64_t code) {
+  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(linear_bn::Fp32Products::kSplit),
+                   "fp32_products: expected 0 (IEEE), 1 (TF32) or 2 (split), got ", code);
+  return static_cast<linear_bn::Fp32Products>(code);
+}
+
 // Row stride of u, in elements: whole 16-byte vectors, so that every N can be stored by TMA.
 int64_t padded_row(Problem const& p) {
   int64_t const width = 16 / static_cast<int64_t>(size_of(p.dtype));
   return (p.n + width - 1) / width * width;
 }
 
-linear_bn::MatrixView view_of(Tensor const& t) { return {t.const_data_ptr(), t.size(0), t.size(1), t.stride(0), t.stride(1)}; }
-
 // Of the current device.
 linear_bn::Plan plan_for(Tensor const& input, Tensor const& weight, DType dtype, int64_t out_row_stride, DType out_dtype,
-                         bool allow_tf32) {
+                         int64_t fp32_products) {
   DeviceInfo const& device = device_info();
   linear_bn::Request request;
   request.x = view_of(input);
@@ -65,7 +68,7 @@ linear_bn::Plan plan_for(Tensor const& input, Tensor const& weight, DType dtype,
   request.dtype = dtype;
   request.out_row_stride = out_row_stride;
   request.out_dtype = out_dtype;
-  request.allow_tf32 = allow_tf32;
+  request.fp32_products = check_fp32_products(fp32_products);
   request.compute_capability = device.compute_capability;
   request.sm_count = device.sm_count;
   return linear_bn::choose_plan(request);
@@ -103,7 +106,7 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
                                                    std::optional<Tensor> const& scale, std::optional<Tensor> const& running_mean,
                                                    std::optional<Tensor> const& running_var,
                                                    std::optional<Tensor> const& num_batches_tracked, std::optional<double> momentum,
-                                                   double eps, bool allow_tf32) {
+                                                   double eps, int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
   CUTLASS_BN_CHECK(p.m != 1, "input: expected more than 1 row for the statistics of a batch, got shape ", shape_of(input));
   RunningBuffers const running = running_buffers(running_mean, running_var, num_batches_tracked, p.n, input);
@@ -133,21 +136,26 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
     return {u, stats};
   }
 
-  linear_bn::Plan const plan = plan_for(input, weight, p.dtype, ldu, p.dtype, allow_tf32);
+  linear_bn::Plan const plan = plan_for(input, weight, p.dtype, ldu, p.dtype, fp32_products);
   finalize.rows_per_tile =
-      plan.path == Path::kFused ? gemm::shape_of(plan.tile).m : batch_norm::choose_rows_per_tile(p.m, p.n, p.dtype);
+      plan.path == Path::kPortable ? batch_norm::choose_rows_per_tile(p.m, p.n, p.dtype) : gemm::shape_of(plan.tile).m;
   finalize.tiles = (p.m + finalize.rows_per_tile - 1) / finalize.rows_per_tile;
   Tensor const workspace = empty({finalize.tiles, p.n, 2}, ScalarType::Float, input);
   auto* const partials = static_cast<float2*>(workspace.mutable_data_ptr());
   finalize.partials = partials;
-  if (plan.path == Path::kFused) {
+  if (plan.path != Path::kPortable) {
     gemm::MomentsParams moments;
     moments.operands = plan.operands;
     moments.u = u.mutable_data_ptr();
     moments.ldu = ldu;
     moments.partials = partials;
     moments.tile = plan.tile;
-    gemm::launch_moments(moments, stream);
+    if (plan.path == Path::kSplit) {
+      Tensor const memory = split_workspace(plan.split, input);
+      linear_bn::launch_split_moments(plan.split, moments, memory.mutable_data_ptr(), stream);
+    } else {
+      gemm::launch_moments(moments, stream);
+    }
   } else {
     matmul_into(u, input, weight);
     batch_norm::ColumnMomentsParams moments;
@@ -179,12 +187,13 @@ linear_bn::NormalizeTensors normalize_tensors(Tensor const& u, Tensor const& y, 
   return tensors;
 }
 
-// input, weight and bias are here for the autograd formula alone: y depends on them through u and stats.
+// input, weight, bias and fp32_products are here for the autograd formula alone: y depends on them through u and stats.
 Tensor linear_batch_norm_transform(Tensor const& input, Tensor const& weight, std::optional<Tensor> const& bias,
                                    std::optional<Tensor> const& scale, std::optional<Tensor> const& gamma,
                                    std::optional<Tensor> const& beta, Tensor const& u, Tensor const& stats, int64_t activation,
-                                   ScalarType dtype) {
+                                   ScalarType dtype, int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
+  check_fp32_products(fp32_products);
   channel_vector(bias, "bias", p.n, input);
   check_on_device_of(u, "u", input);
   check_shape(u, "u", {p.m, p.n});
@@ -214,7 +223,7 @@ Tensor linear_batch_norm_transform(Tensor const& input, Tensor const& weight, st
 Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, std::optional<Tensor> const& bias,
                                    std::optional<Tensor> const& scale, Tensor const& running_mean, Tensor const& running_var,
                                    std::optional<Tensor> const& gamma, std::optional<Tensor> const& beta, double eps,
-                                   int64_t activation, ScalarType dtype, bool allow_tf32) {
+                                   int64_t activation, ScalarType dtype, int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
   linear_bn::NormalizeInferenceParams params;
@@ -231,8 +240,8 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, st
   cudaStream_t const stream = current_stream(input);
   Tensor const y = empty({p.m, p.n}, dtype, input);
   if (p.m == 0 || p.n == 0) return y;
-  linear_bn::Plan const plan = plan_for(input, weight, p.dtype, p.n, y_dtype, allow_tf32);
-  if (plan.path == Path::kFused) {
+  linear_bn::Plan const plan = plan_for(input, weight, p.dtype, p.n, y_dtype, fp32_products);
+  if (plan.path != Path::kPortable) {
     gemm::InferenceParams fused;
     fused.operands = plan.operands;
     fused.y = y.mutable_data_ptr();
@@ -247,7 +256,12 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, st
     fused.eps = params.eps;
     fused.activation = function;
     fused.tile = plan.tile;
-    gemm::launch_inference(fused, stream);
+    if (plan.path == Path::kSplit) {
+      Tensor const memory = split_workspace(plan.split, input);
+      linear_bn::launch_split_inference(plan.split, fused, memory.mutable_data_ptr(), stream);
+    } else {
+      gemm::launch_inference(fused, stream);
+    }
   } else {
     Tensor const u = y_dtype == p.dtype ? y : empty({p.m, p.n}, input.scalar_type(), input);
     matmul_into(u, input, weight);
@@ -257,12 +271,13 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, st
   return y;
 }
 
-std::string linear_batch_norm_plan(Tensor const& input, Tensor const& weight, ScalarType dtype, bool allow_tf32, bool inference) {
+std::string linear_batch_norm_plan(Tensor const& input, Tensor const& weight, ScalarType dtype, int64_t fp32_products,
+                                   bool inference) {
   Problem const p = check_operands(input, weight);
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
   DeviceGuard const guard(input.get_device_index());
-  return linear_bn::describe(inference ? plan_for(input, weight, p.dtype, p.n, y_dtype, allow_tf32)
-                                       : plan_for(input, weight, p.dtype, padded_row(p), p.dtype, allow_tf32));
+  return linear_bn::describe(inference ? plan_for(input, weight, p.dtype, p.n, y_dtype, fp32_products)
+                                       : plan_for(input, weight, p.dtype, padded_row(p), p.dtype, fp32_products));
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ def linear_batch_norm(
     activation: str | None = None,
     *,
     num_batches_tracked: Tensor | None = None,
+    ieee_fp32: bool = False,
 ) -> Tensor:
     """activation(batch_norm(scale * linear(input, weight, bias))), differentiable (also twice) in all its parameters.
 
@@ -43,6 +44,9 @@ def linear_batch_norm(
         eps: added to the variance.
         activation: None, "relu", "gelu" (the erf form) or "silu".
         num_batches_tracked: one int64, incremented in training.
+        ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU and where that is
+            faster, by an emulation of fp32 by three fp16 products on the tensor cores, error against fp64 no larger
+            than cuBLAS SGEMM's; deterministic. Where PyTorch may use TF32, TF32 it is in either case.
 
     Returns:
         [M, N], contiguous. Its dtype is that of linear's output promoted with scale's, as in the separate operations.
@@ -67,20 +71,20 @@ def linear_batch_norm(
         input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
     bias, scale, gamma, beta = contiguous(bias), contiguous(scale), contiguous(gamma), contiguous(beta)
     code, dtype = ops.ACTIVATION_CODES[activation], output_dtype(input, scale)
-    allow_tf32 = input.dtype == torch.float32 and tf32_is_allowed()
+    products = fp32_products(input, ieee_fp32)
     if not training:
         num_batches_tracked = None
     recorded = torch.compiler.is_compiling() or _wants_grad(input, weight, bias, scale, gamma, beta)
     with _as_it_is if recorded else _below_autograd():
         if not of_batch:
             return ops.inference(
-                input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, code, dtype, allow_tf32
+                input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, code, dtype, products
             )
         constants: tuple[Tensor | None, ...] = (input, weight, bias, scale)
         if recorded:  # an op that mutates cannot have a gradient
             constants = tuple(None if t is None else t.detach() for t in constants)
-        u, stats = ops.stats(*constants, running_mean, running_var, num_batches_tracked, momentum, eps, allow_tf32)
-        return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, code, dtype)
+        u, stats = ops.stats(*constants, running_mean, running_var, num_batches_tracked, momentum, eps, products)
+        return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, code, dtype, products)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -142,6 +146,15 @@ def autocast(tensor: Tensor) -> Tensor:
 def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     """Of y, with x as linear takes it."""
     return x.dtype if scale is None or scale.dtype == x.dtype else torch.promote_types(x.dtype, scale.dtype)
+
+
+def fp32_products(input: Tensor, ieee_fp32: bool) -> int:
+    """The code of how products of input are made. Of no effect, and always the same, where input is not float32."""
+    if input.dtype != torch.float32:
+        return ops.FP32_PRODUCTS["ieee"]
+    if tf32_is_allowed():
+        return ops.FP32_PRODUCTS["tf32"]
+    return ops.FP32_PRODUCTS["ieee" if ieee_fp32 else "split"]
 
 
 @torch.compiler.assume_constant_result

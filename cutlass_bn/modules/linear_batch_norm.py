@@ -29,11 +29,15 @@ class LinearBatchNorm1d(nn.Module):
         activation: None, "relu", "gelu" (the erf form) or "silu".
         eps, momentum, affine, track_running_stats: as nn.BatchNorm1d.
         device, dtype: of the parameters.
+        ieee_fp32: as in functional.linear_batch_norm, kept in the attribute of that name: float32 products by cuBLAS
+            SGEMM instead of an emulation of fp32 by three fp16 products on the tensor cores.
 
     Raises:
         ValueError: an unknown activation; in the forward, as nn.BatchNorm1d (which counts a batch of one row before it
             refuses it, while here nothing changes).
     """
+
+    ieee_fp32 = False  # of modules that were pickled before there was a choice
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class LinearBatchNorm1d(nn.Module):
         track_running_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        ieee_fp32: bool = False,
     ) -> None:
         super().__init__()
         if activation not in reference.ACTIVATIONS:
@@ -57,6 +63,7 @@ class LinearBatchNorm1d(nn.Module):
         self.register_parameter("scale", None if values is None else nn.Parameter(values))
         self.bn = nn.BatchNorm1d(out_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.activation = activation
+        self.ieee_fp32 = ieee_fp32
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reason_not_fused(x) is not None:
@@ -89,6 +96,7 @@ class LinearBatchNorm1d(nn.Module):
             "eps": bn.eps,
             "activation": self.activation,
             "num_batches_tracked": buffers["num_batches_tracked"] if training and tracked else None,
+            "ieee_fp32": self.ieee_fp32,
         }
 
     def reason_not_fused(self, x: Tensor) -> str | None:
@@ -125,4 +133,5 @@ class LinearBatchNorm1d(nn.Module):
         return None
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale is not None}, activation={self.activation!r}"
+        ieee_fp32 = ", ieee_fp32=True" if self.ieee_fp32 else ""
+        return f"scale={self.scale is not None}, activation={self.activation!r}{ieee_fp32}"

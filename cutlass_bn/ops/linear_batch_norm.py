@@ -3,14 +3,15 @@
 Schemas and kernels are in csrc/ops. With u = input weight^T [M, N] (before bias and scale), z = scale * (u + bias), and
 y = activation(BatchNorm1d(z)): `stats` computes u and the statistics of a batch and updates the running buffers,
 `transform` makes y of them and carries the gradient of the whole layer, and `inference` does everything at once from
-running statistics.
+running statistics. `split_fp32` and `split_matmul` are the float32 products of a Hopper GPU on their own.
 
-The backward is composed of ATen operations, in float32 where the input is narrower. A backward that is itself
-differentiated (create_graph) goes through `cutlass_bn.reference` instead.
+The backward is composed of ATen operations and `split_matmul`, in float32 where the input is narrower. A backward that
+is itself differentiated (create_graph) goes through `cutlass_bn.reference` instead.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from .. import _library, reference
 
 ACTIVATION_CODES: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # csrc/common/activation.h
 _ACTIVATIONS = tuple(ACTIVATION_CODES)
+# How float32 products are made (csrc/linear_bn/dispatch.h): as torch.mm does, in TF32, or of three fp16 products.
+FP32_PRODUCTS = {"ieee": 0, "tf32": 1, "split": 2}
+_SPLIT_BACKWARD_SIZE = 512  # with M, N and K of at least this, split_matmul is the faster one in every product
 _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda grad, v: grad,
     lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
@@ -40,6 +44,12 @@ if _library.library_is_loaded():
     inference = _ops.linear_batch_norm_inference.default
     # -> which kernels such a call takes: "fused: <tile>" or "portable: <reason>".
     plan = _ops.linear_batch_norm_plan.default
+    # -> fp16 planes [2, rows, k rounded up to 8] (high and low halves), int32 exponents [rows] and census [rows] of matrix
+    # or its transpose (csrc/linear_bn/split/split.h).
+    split_fp32 = _ops.split_fp32.default
+    # -> a @ b of float32 [M, K] and [K, N], each dense in rows or columns, always by the split GEMM; rows padded to 16
+    # bytes. Differentiable.
+    split_matmul = _ops.split_matmul.default
 
 
 def _check_operands(input: Tensor, weight: Tensor) -> None:
@@ -52,22 +62,42 @@ def _check_operands(input: Tensor, weight: Tensor) -> None:
     torch._check(weight.dtype == input.dtype, lambda: f"weight: expected {input.dtype} like input, got {weight.dtype}")
 
 
+def _empty_padded(like: Tensor, m: int, n: int) -> Tensor:
+    """[m, n] of like's dtype, in rows of whole 16-byte vectors."""
+    vector = 16 // like.element_size()
+    return like.new_empty_strided((m, n), ((n + vector - 1) // vector * vector, 1))
+
+
 def _fake_stats(input: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _check_operands(input, weight)
-    m, n = input.size(0), weight.size(0)
-    vector = 16 // input.element_size()
-    u = input.new_empty_strided((m, n), ((n + vector - 1) // vector * vector, 1))
-    return u, input.new_empty((3, n), dtype=torch.float32)
+    u = _empty_padded(input, input.size(0), weight.size(0))
+    return u, input.new_empty((3, weight.size(0)), dtype=torch.float32)
 
 
-def _fake_transform(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    _check_operands(input, weight)
-    return input.new_empty((input.size(0), weight.size(0)), dtype=others[-1])
-
-
-def _fake_inference(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
+def _fake_output(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    """Of transform and of inference, which end in the dtype and the code of the float32 products."""
     _check_operands(input, weight)
     return input.new_empty((input.size(0), weight.size(0)), dtype=others[-2])
+
+
+def _check_float32_matrix(matrix: Tensor, name: str) -> None:
+    torch._check(matrix.dim() == 2, lambda: f"{name}: expected 2 dimensions, got shape {list(matrix.shape)}")
+    torch._check(matrix.dtype == torch.float32, lambda: f"{name}: expected float32, got {matrix.dtype}")
+
+
+def _fake_split_fp32(matrix: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    _check_float32_matrix(matrix, "matrix")
+    k, rows = matrix.shape if transposed else matrix.shape[::-1]
+    planes = matrix.new_empty((2, rows, (k + 7) // 8 * 8), dtype=torch.float16)
+    exponents, census = (matrix.new_empty((rows,), dtype=torch.int32) for _ in range(2))
+    return planes, exponents, census
+
+
+def _fake_split_matmul(a: Tensor, b: Tensor) -> Tensor:
+    _check_float32_matrix(a, "a")
+    _check_float32_matrix(b, "b")
+    torch._check(a.size(1) == b.size(0), lambda: f"b: expected shape [{a.size(1)}, N], got {list(b.shape)}")
+    return _empty_padded(a, a.size(0), b.size(1))
 
 
 class _Layer(NamedTuple):
@@ -90,6 +120,31 @@ class _Needs(NamedTuple):
     beta: bool
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _unit_strided(matrix: Tensor) -> Tensor:
+    """matrix, or a copy where neither its rows nor its columns are dense (those of an expanded tensor overlap)."""
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    if (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _matmul(a: Tensor, b: Tensor, fp32_products: int) -> Tensor:
+    """a @ b, as precise as the products of the forward."""
+    if (
+        fp32_products == FP32_PRODUCTS["split"]
+        and a.dtype == torch.float32
+        and _is_hopper(a.device)
+        and min(*a.shape, b.size(1)) >= _SPLIT_BACKWARD_SIZE
+    ):
+        return split_matmul(_unit_strided(a), _unit_strided(b))
+    return a @ b
+
+
 def _or(vector: Tensor | None, absent: float) -> Tensor | float:
     return absent if vector is None else vector.float()
 
@@ -99,6 +154,7 @@ def _gradients(
     layer: _Layer,
     needs: _Needs,
     activation: int,
+    fp32_products: int,
     unscaled: Tensor,
     normalised: Tensor,
     invstd: Tensor,
@@ -130,8 +186,8 @@ def _gradients(
     if needs.scale:
         dscale = (dz * unscaled).sum(0)
     return [
-        du @ layer.weight if needs.input else None,
-        du.t() @ layer.input if needs.weight else None,
+        _matmul(du, layer.weight, fp32_products) if needs.input else None,
+        _matmul(du.t(), layer.input, fp32_products) if needs.weight else None,
         cast(dbias, layer.bias),
         cast(dscale, layer.scale),
         cast(dgamma, layer.gamma) if needs.gamma else None,
@@ -148,26 +204,27 @@ def _differentiable_gradients(y: Tensor, grad: Tensor, layer: _Layer, needs: _Ne
 def _setup_transform(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # All of them: the backward's own backward needs input and weight even where the first one doesn't.
     ctx.save_for_backward(*inputs[:8])
-    ctx.activation = inputs[8]
+    ctx.activation, _, ctx.fp32_products = inputs[8:]
 
 
 def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, u, batch = ctx.saved_tensors
     layer, needs = _Layer(*tensors), _Needs(*ctx.needs_input_grad[:6])
     if torch.is_grad_enabled():
-        y = _transform_again(layer, batch[2], ctx.activation)
-        return (*_differentiable_gradients(y, grad, layer, needs), None, None, None, None)
+        y = _transform_again(layer, batch[2], ctx.activation, ctx.fp32_products)
+        return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 5)
     mean, remainder, invstd = batch
     centred = (u.float() - mean) - remainder
     normalised = centred * (invstd * _or(layer.scale, 1.0))
-    grads = _gradients(grad, layer, needs, ctx.activation, centred, normalised, invstd, of_batch=True)
-    return (*grads, None, None, None, None)
+    codes = ctx.activation, ctx.fp32_products
+    grads = _gradients(grad, layer, needs, *codes, centred, normalised, invstd, of_batch=True)
+    return (*grads, *[None] * 5)
 
 
-def _transform_again(layer: _Layer, invstd: Tensor, activation: int) -> Tensor:
+def _transform_again(layer: _Layer, invstd: Tensor, activation: int, fp32_products: int) -> Tensor:
     """The training forward in differentiable operations, with the eps that invstd was made with."""
     with torch.no_grad():
-        z = (layer.input @ layer.weight.t()).double()
+        z = _matmul(layer.input, layer.weight.t(), fp32_products).double()
         z = z if layer.scale is None else z * layer.scale.double()
         eps = invstd.double() ** -2 - z.var(0, correction=0)
     x, weight, bias, scale, gamma, beta = layer
@@ -177,11 +234,11 @@ def _transform_again(layer: _Layer, invstd: Tensor, activation: int) -> Tensor:
 
 
 def _setup_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, activation, _, _ = inputs
+    input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, activation, _, fp32_products = inputs
     # The buffers may change before the backward runs (another training step, a broadcast between processes).
     buffers = running_mean.clone(), running_var.clone()
     ctx.save_for_backward(input, weight, bias, scale, gamma, beta, *buffers)
-    ctx.eps, ctx.activation = eps, activation
+    ctx.eps, ctx.activation, ctx.fp32_products = eps, activation, fp32_products
 
 
 def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,23 +253,43 @@ def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )  # fmt: skip
         grads = _differentiable_gradients(y, grad, layer, needs)
     else:
-        u = (layer.input @ layer.weight.t()).float()
+        u = _matmul(layer.input, layer.weight.t(), ctx.fp32_products).float()
         b, s = _or(layer.bias, 0.0), _or(layer.scale, 1.0)
         invstd = torch.rsqrt(running_var.float() + ctx.eps)
         normalised = (s * u + (s * b - running_mean.float())) * invstd
-        grads = _gradients(grad, layer, needs, ctx.activation, u + b, normalised, invstd, of_batch=False)
-    return (*grads[:4], None, None, *grads[4:], None, None, None, None)
+        codes = ctx.activation, ctx.fp32_products
+        grads = _gradients(grad, layer, needs, *codes, u + b, normalised, invstd, of_batch=False)
+    return (*grads[:4], None, None, *grads[4:], *[None] * 4)
+
+
+def _setup_split_matmul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    a, b = inputs
+    needs_da, needs_db = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_db else None, b if needs_da else None)
+
+
+def _split_matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """da = dc b^T, db = a^T dc. Differentiable as it stands."""
+    a, b = ctx.saved_tensors
+    grad = _unit_strided(grad)
+    return None if b is None else split_matmul(grad, b.t()), None if a is None else split_matmul(a.t(), grad)
 
 
 def _register() -> None:
-    for name, fake in (("stats", _fake_stats), ("transform", _fake_transform), ("inference", _fake_inference)):
-        torch.library.register_fake(f"cutlass_bn::linear_batch_norm_{name}", fake)
-    torch.library.register_autograd(
-        "cutlass_bn::linear_batch_norm_transform", _transform_backward, setup_context=_setup_transform
-    )
-    torch.library.register_autograd(
-        "cutlass_bn::linear_batch_norm_inference", _inference_backward, setup_context=_setup_inference
-    )
+    for name, fake in (
+        ("linear_batch_norm_stats", _fake_stats),
+        ("linear_batch_norm_transform", _fake_output),
+        ("linear_batch_norm_inference", _fake_output),
+        ("split_fp32", _fake_split_fp32),
+        ("split_matmul", _fake_split_matmul),
+    ):
+        torch.library.register_fake(f"cutlass_bn::{name}", fake)
+    for name, backward, setup in (
+        ("linear_batch_norm_transform", _transform_backward, _setup_transform),
+        ("linear_batch_norm_inference", _inference_backward, _setup_inference),
+        ("split_matmul", _split_matmul_backward, _setup_split_matmul),
+    ):
+        torch.library.register_autograd(f"cutlass_bn::{name}", backward, setup_context=setup)
 
 
 if _library.library_is_loaded():

@@ -1,4 +1,4 @@
-"""Runs the two problems by KernelBench's rules, and adds each model's error against float64.
+"""Runs the two problems by KernelBench's rules, and adds each model's error against float64 and the room that is left.
 
 The rules: both models are built under the same seed, on the CPU, and cast and moved as a whole; no state dict is
 copied; neither is put into eval mode; they run under no_grad; every trial has its own seed and inputs; the new model is
@@ -32,6 +32,7 @@ class Trial:
 
     correct: bool
     difference: float
+    used: float  # largest share of the rule's allowance, atol + rtol |expected|, that a difference takes
     error: float
     error_new: float
 
@@ -61,13 +62,13 @@ def make_inputs(problem: ModuleType, seed: int, device: torch.device, dtype: tor
         return [x.to(dtype) for x in problem.get_inputs()]
 
 
-def _max_difference(a: Tensor, b: Tensor) -> float:
-    """Over slices of dim 1, which bounds the float64 copies."""
-    return (
-        torch.stack([(p.double() - q).abs_().max() for p, q in zip(a.split(8, 1), b.split(8, 1), strict=True)])
-        .max()
-        .item()
-    )
+def _max_difference(a: Tensor, b: Tensor, tolerance: float | None = None) -> float:
+    """Of a and b; with a tolerance, as a share of what that allows. Slices of dim 1 bound the float64 copies."""
+    largest = []
+    for p, q in zip(a.split(8, 1), b.split(8, 1), strict=True):
+        difference = (p.double() - q).abs_()
+        largest.append((difference if tolerance is None else difference / (tolerance + tolerance * q.abs())).max())
+    return torch.stack(largest).max().item()
 
 
 @torch.no_grad()
@@ -80,8 +81,10 @@ def check(problem: ModuleType, device: torch.device, precision: str, seed: int) 
     expected = model(*inputs)
     got = model_new(*inputs)
     correct = got.shape == expected.shape and torch.allclose(got, expected, atol=tolerance, rtol=tolerance)
-    difference = _max_difference(got, expected) if got.shape == expected.shape else float("nan")
-    return Trial(correct, difference, _max_difference(expected, exact), _max_difference(got, exact))
+    difference = used = float("nan")
+    if got.shape == expected.shape:
+        difference, used = _max_difference(got, expected), _max_difference(got, expected, tolerance)
+    return Trial(correct, difference, used, _max_difference(expected, exact), _max_difference(got, exact))
 
 
 @torch.no_grad()
@@ -126,11 +129,14 @@ def main(arguments: list[str] | None = None) -> int:
         problem = load(name, reduced)
         trials = [check(problem, args.device, args.precision, seed) for seed in range(42, 42 + args.trials)]
         passed = sum(trial.correct for trial in trials)
-        difference, error, error_new = (
-            max(getattr(trial, field) for trial in trials) for field in ("difference", "error", "error_new")
+        difference, used, error, error_new = (
+            max(getattr(trial, field) for trial in trials) for field in ("difference", "used", "error", "error_new")
         )
         print(f"{name} {args.precision}: {passed} of {len(trials)} trials correct, largest difference {difference:.1e}")
-        print(f"  largest error against float64: Model {error:.1e}, ModelNew {error_new:.1e}")
+        print(f"  largest |error| of y against float64: Model {error:.1e}, ModelNew {error_new:.1e}")
+        tolerance = TOLERANCES[args.precision]
+        room = f", room for {1 / used:.1f} times as much" if 0 < used < 1 else ""
+        print(f"  allowed {tolerance:g} + {tolerance:g} |y|, of which the difference takes {used:.1%}{room}")
         if passed == len(trials):
             old, new = measure(problem, args.device, args.precision, args.calls)
             print(f"  Model {old:.3f} ms, ModelNew {new:.3f} ms, {old / new:.2f}x")

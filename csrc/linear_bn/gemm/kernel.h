@@ -7,7 +7,6 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
@@ -15,16 +14,16 @@
 #include "common/device_info.h"
 #include "linear_bn/gemm/column_moments.h"
 #include "linear_bn/gemm/config.h"
+#include "linear_bn/gemm/descale.h"
 #include "linear_bn/gemm/folded_batch_norm.h"
 #include "linear_bn/gemm/instances.h"
 
 namespace cutlass_bn::gemm {
 
-// Element: operand type (float runs as TF32). Output: stored type. Fusion: epilogue visitor tree.
+// Element: operand type (float runs as TF32; half_t where Config is a split one). Output: stored type. Fusion: epilogue visitor tree.
 template <class Config, class Element, class Output, class Fusion>
 struct Kernel {
   using TileShape = typename Config::template TileShape<Element>;
-  static constexpr int kAlignment = 16 / sizeof(Element);
   static constexpr int kOutputAlignment = 16 / sizeof(Output);
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
@@ -32,12 +31,7 @@ struct Kernel {
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, cutlass::layout::RowMajor, kOutputAlignment, Output,
       cutlass::layout::RowMajor, kOutputAlignment, typename Config::EpilogueSchedule, Fusion>::CollectiveOp;
 
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, kAlignment, Element,
-      cutlass::layout::ColumnMajor, kAlignment, float, TileShape, typename Config::ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      typename Config::MainloopSchedule>::CollectiveOp;
-
+  using Mainloop = typename Config::template Mainloop<Element, Epilogue>;
   using GemmKernel =
       cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
@@ -53,9 +47,9 @@ struct Kernel {
     typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
                                   {m, n, k, 1},
                                   {static_cast<Element const*>(operands.x),
-                                   {operands.ldx, cute::_1{}, int64_t(0)},
+                                   {operands.ldx, cute::_1{}, operands.x_plane},
                                    static_cast<Element const*>(operands.w),
-                                   {operands.ldw, cute::_1{}, int64_t(0)}},
+                                   {operands.ldw, cute::_1{}, operands.w_plane}},
                                   {fusion, nullptr, {}, static_cast<Output*>(output), {ld_output, cute::_1{}, int64_t(0)}},
                                   hardware};
     args.scheduler.raster_order = schedule.along_m ? RasterOrder::AlongM : RasterOrder::AlongN;
@@ -70,7 +64,7 @@ struct Kernel {
   }
 
  private:
-  // The fewest multiprocessors that finish in as many rounds of tiles: the others would only draw power.
+  // The fewest multiprocessors that finish in as many rounds of tiles.
   static int balanced(int64_t m, int64_t n, int sm_count) {
     int64_t const tiles = ceil_div(m, cute::size<0>(TileShape{})) * ceil_div(n, cute::size<1>(TileShape{}));
     return static_cast<int>(ceil_div(tiles, ceil_div(tiles, sm_count)));
@@ -104,6 +98,39 @@ void run_inference(InferenceParams const& p, cudaStream_t stream) {
   using Fusion = fusion::Sm90EVT<Affine, fusion::Sm90AccFetch>;
   typename Affine::Arguments const affine{p.bias, p.scale, p.running_mean, p.running_var, p.gamma, p.beta, p.eps, p.activation};
   Kernel<Config, Element, ElementOf<y_dtype>, Fusion>::launch(p.operands, p.y, p.ldy, {{}, affine}, p.schedule, stream);
+}
+
+template <class Config>
+using SplitDescale =
+    cutlass::epilogue::fusion::Sm90EVT<Descale<typename Config::template TileShape<cutlass::half_t>, Config::kEpilogueWarps>,
+                                       cutlass::epilogue::fusion::Sm90AccFetch>;
+
+template <class Config>
+typename SplitDescale<Config>::Arguments descale_arguments(Operands const& operands) {
+  return {{}, {operands.x_exponents, operands.w_exponents}};
+}
+
+template <class Config>
+void run_split_moments(MomentsParams const& p, cudaStream_t stream) {
+  using Moments = ColumnMoments<typename Config::template TileShape<cutlass::half_t>, float, Config::kEpilogueWarps>;
+  using Fusion = cutlass::epilogue::fusion::Sm90EVT<Moments, SplitDescale<Config>>;
+  Kernel<Config, cutlass::half_t, float, Fusion>::launch(p.operands, p.u, p.ldu,
+                                                         {descale_arguments<Config>(p.operands), {p.partials}}, p.schedule, stream);
+}
+
+template <class Config>
+void run_split_inference(InferenceParams const& p, cudaStream_t stream) {
+  using Affine = FoldedBatchNorm<typename Config::template TileShape<cutlass::half_t>, Config::kEpilogueWarps>;
+  using Fusion = cutlass::epilogue::fusion::Sm90EVT<Affine, SplitDescale<Config>>;
+  typename Affine::Arguments const affine{p.bias, p.scale, p.running_mean, p.running_var, p.gamma, p.beta, p.eps, p.activation};
+  Kernel<Config, cutlass::half_t, float, Fusion>::launch(p.operands, p.y, p.ldy, {descale_arguments<Config>(p.operands), affine},
+                                                         p.schedule, stream);
+}
+
+template <class Config>
+void run_split_product(ProductParams const& p, cudaStream_t stream) {
+  Kernel<Config, cutlass::half_t, float, SplitDescale<Config>>::launch(p.operands, p.out, p.ldo,
+                                                                       descale_arguments<Config>(p.operands), p.schedule, stream);
 }
 
 }  // namespace cutlass_bn::gemm

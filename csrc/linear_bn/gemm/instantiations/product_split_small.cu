@@ -1,0 +1,5 @@
+#include "linear_bn/gemm/kernel.h"
+
+namespace cutlass_bn::gemm {
+template void run_split_product<SplitSmallConfig>(ProductParams const&, cudaStream_t);
+}

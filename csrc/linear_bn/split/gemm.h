@@ -1,0 +1,34 @@
+// The split GEMM from float32 operands on: both are split into fp16 planes, multiplied by three fp16 products (gemm/launch.h), and
+// what the planes can't hold is recomputed exactly (exact_tiles.h). Six launches or fewer, no synchronisation.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "linear_bn/gemm/launch.h"
+#include "linear_bn/split/split.h"
+
+namespace cutlass_bn::linear_bn {
+
+struct SplitOperands {
+  SplitSource x;  // [M, K]
+  SplitSource w;  // [N, K]
+};
+
+// x is taken by blocks of rows whose planes have at most so many bytes, one after the other in the same memory.
+constexpr int64_t kMaxPlaneBytes = int64_t{1} << 28;
+
+// The faster tile; the compensated one where cuBLAS, too, would take shorter sums: few tiles of a long K, which it splits.
+gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count);
+
+// Bytes of workspace: planes and exponents of w and of a block of x, and the scratch of their splits.
+int64_t split_workspace_bytes(SplitOperands const& operands);
+
+// params as the launchers of gemm/launch.h take them, with a split tile; their operands are filled in here. workspace: of
+// split_workspace_bytes(), 16-byte aligned.
+void launch_split_moments(SplitOperands const& operands, gemm::MomentsParams params, void* workspace, cudaStream_t stream);
+void launch_split_inference(SplitOperands const& operands, gemm::InferenceParams params, void* workspace, cudaStream_t stream);
+void launch_split_product(SplitOperands const& operands, gemm::ProductParams params, void* workspace, cudaStream_t stream);
+
+}  // namespace cutlass_bn::linear_bn
