@@ -39,7 +39,7 @@ struct Plan {
 // Depends on nothing but the request, so the same call always takes the same kernels.
 Plan choose_plan(Request const& request);
 
-// "fused: large 256x128 tile", or "portable: " and the reason.
+// "fused: large 128x128 tile", or "portable: " and the reason.
 std::string describe(Plan const& plan);
 
 }  // namespace cutlass_bn::linear_bn
