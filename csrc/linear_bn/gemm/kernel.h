@@ -70,7 +70,8 @@ struct Kernel {
   }
 
  private:
-  // The fewest multiprocessors that finish in as many rounds of tiles: the others would only draw power.
+  // The fewest multiprocessors that finish in as many rounds of tiles: more would be no faster (docs/performance.md), and the others
+  // are left to whatever else runs.
   static int balanced(int64_t m, int64_t n, int sm_count) {
     int64_t const tiles = ceil_div(m, cute::size<0>(TileShape{})) * ceil_div(n, cute::size<1>(TileShape{}));
     return static_cast<int>(ceil_div(tiles, ceil_div(tiles, sm_count)));
