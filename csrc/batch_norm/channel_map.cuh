@@ -34,7 +34,7 @@ struct ChannelMapParams {
       remainder = stats[channels + channel];
       invstd = stats[2 * channels + channel];
     } else {
-      mean = running_mean.load(channel);
+      mean = running_mean.load_or(channel, 0.f);
       remainder = 0.f;
       invstd = __frsqrt_rn(running_var.load(channel) + eps);
     }
