@@ -113,6 +113,24 @@ def test_opcheck(dtype, channels_last, ops_device):
     torch.library.opcheck(ops.batch_norm_inference, (x, a["mean"], a["var"], weight, bias, 1e-5), **options)
 
 
+def layer_of_ops(x, mean, var, weight, bias, training) -> Tensor:
+    """As under torch.compile."""
+    if not training:
+        return ops.batch_norm_inference(x, mean, var, weight, bias, 1e-5)
+    return ops.batch_norm_transform(x, ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5), weight, bias)
+
+
+def eager_layer(x, mean, var, weight, bias, training) -> Tensor:
+    """As functional.batch_norm calls them."""
+    if not training:
+        return ops.differentiable_inference(x, mean, var, weight, bias, 1e-5)
+    stats = ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5)
+    return ops.differentiable_transform(x, stats, weight, bias)
+
+
+LAYERS = pytest.mark.parametrize("layer", [layer_of_ops, eager_layer])
+
+
 WANTED = {
     # input_grad, weight_grad, bias_grad
     "everything": (True, torch.float32, torch.float32),
@@ -146,13 +164,14 @@ def test_opcheck_of_the_gradients(wanted, layout, ops_device):
     torch.library.opcheck(ops.batch_norm_inference_backward, (grad, *running, *WANTED[wanted]), **options)
 
 
+@LAYERS
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", [("x", "weight", "bias"), ("x",), ("bias",)], ids=str)
-def test_batched_gradients(training, wanted, ops_device):
+def test_batched_gradients(training, wanted, layer, ops_device):
     """is_grads_batched, over gradients of any layout, and a second time over those."""
     a = arguments(ops_device)
     leaves = [a[name].requires_grad_() for name in wanted]
-    y = layer_of_ops(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
+    y = layer(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
     for directions in (torch.randn(2, *y.shape), torch.randn(*y.shape, 2).movedim(-1, 0), torch.randn(2, 1, 1, 6, 5)):
         directions = directions.to(ops_device).expand(2, *y.shape)
         batched = torch.autograd.grad(y, leaves, directions, is_grads_batched=True, retain_graph=True)
@@ -170,16 +189,11 @@ def test_batched_gradients(training, wanted, ops_device):
         torch.testing.assert_close(actual[1, 2], expected)
 
 
-def layer_of_ops(x, mean, var, weight, bias, training) -> Tensor:
-    if not training:
-        return ops.batch_norm_inference(x, mean, var, weight, bias, 1e-5)
-    return ops.batch_norm_transform(x, ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5), weight, bias)
-
-
+@LAYERS
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", [("x", "weight", "bias"), ("x",), ("weight",), ("bias",)], ids=str)
 @pytest.mark.parametrize("double", [False, True], ids=["first", "second"])
-def test_gradients_of_the_ops(training, wanted, double, ops_device):
+def test_gradients_of_the_ops(training, wanted, double, layer, ops_device):
     """The formulas that CUDA tensors use, against automatic differentiation of the definition in float64."""
 
     def gradients(function, dtype) -> list[Tensor]:
@@ -195,7 +209,7 @@ def test_gradients_of_the_ops(training, wanted, double, ops_device):
     def exact(x, mean, var, weight, bias, training):
         return reference.batch_norm(x, mean, var, None, weight, bias, training, 0.1, 1e-5)
 
-    for actual, truth in zip(gradients(layer_of_ops, torch.float32), gradients(exact, torch.float64), strict=True):
+    for actual, truth in zip(gradients(layer, torch.float32), gradients(exact, torch.float64), strict=True):
         assert oracle.error(actual, truth) < 1e-4
 
 
