@@ -209,6 +209,26 @@ def test_eps_is_added_inside_the_root(eps, device):
     oracle.assert_y_keeps_contract(y, oracle.batch_norm(x, eps=eps), eps=eps)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 20, 20), (3, 4, 33, 31), (3, 8, 5, 5), (9, 4)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_variance_0_without_eps(shape, channels_last, dtype, device):
+    """Infinite on either side of the running mean and NaN at it, in that channel alone."""
+    x = make_input(Case(shape, "", dtype, channels_last), device)
+    layer = make_layer(shape[1], device)
+    layer.running_var[1] = 0.0
+    layer.running_mean[1] = x[0, 1].flatten()[0]
+    y = batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=0.0)
+    exact = oracle.batch_norm(x, layer.weight, layer.bias, 0.0, (layer.running_mean, layer.running_var)).y
+    assert torch.equal(y[:, 1].double().nan_to_num(0.5), exact[:, 1].nan_to_num(0.5))
+    assert y[0, 1].flatten()[0].isnan()
+    others = torch.arange(shape[1], device=device) != 1
+    assert y[:, others].isfinite().all()
+    if device == "cuda":  # on the CPU torch multiplies out: all NaN
+        peer = F.batch_norm(x.contiguous(), layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=0.0)
+        assert torch.equal(y[:, 1].nan_to_num(0.5), peer[:, 1].nan_to_num(0.5))
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_parameters_in_half_precision(dtype, training, device):

@@ -1,6 +1,7 @@
 """The raw ops: errors, fake tensors, gradients and opcheck without a GPU, what only a GPU can show."""
 
 import contextlib
+import functools
 
 import oracle
 import pytest
@@ -32,6 +33,44 @@ def cpu_inference(input, running_mean, running_var, weight, bias, eps) -> Tensor
     return reference.batch_norm(input, running_mean, running_var, None, weight, bias, False, 0.0, eps)
 
 
+def cpu_gradients(grad, input, mean, invstd, weight, of_batch, wanted) -> tuple[Tensor, Tensor, Tensor]:
+    needs_dx, weight_dtype, bias_dtype = wanted
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    dx, dweight, dbias = grad.new_empty(0), grad.new_empty(0), grad.new_empty(0)
+    dy = grad.double()
+    if bias_dtype is not None:
+        dbias = dy.sum(dims).to(bias_dtype)
+    if needs_dx or weight_dtype is not None:
+        gain = invstd.double() if weight is None else invstd.double() * weight.double()
+        wide_dx = dy
+        if input is not None:
+            normalised = (input.double() - oracle.per_channel(mean, input)) * oracle.per_channel(invstd, input)
+            wide_dweight = (dy * normalised).sum(dims)
+            if weight_dtype is not None:
+                dweight = wide_dweight.to(weight_dtype)
+            if of_batch:
+                count = grad.numel() // grad.size(1)
+                wide_dx = dy - oracle.per_channel(dy.sum(dims) / count, dy)
+                wide_dx -= normalised * oracle.per_channel(wide_dweight / count, dy)
+        if needs_dx:
+            like = grad if input is None else input
+            if not like.is_contiguous() and not like.movedim(1, -1).is_contiguous():
+                like = like.contiguous()
+            dx = torch.empty_like(like).copy_(wide_dx * oracle.per_channel(gain, dy))
+    return dx, dweight, dbias
+
+
+def cpu_backward(grad, input, stats, weight, *wanted) -> tuple[Tensor, Tensor, Tensor]:
+    mean, invstd = (None, None) if stats is None else (stats[0].double() + stats[1], stats[2])
+    return cpu_gradients(grad, input, mean, invstd, weight, True, wanted)
+
+
+def cpu_inference_backward(grad, input, running_mean, running_var, weight, eps, *wanted):
+    invstd = None if running_var is None else (running_var.double() + eps).rsqrt()
+    mean = None if running_mean is None else running_mean.double()
+    return cpu_gradients(grad, input, mean, invstd, weight, False, wanted)
+
+
 @pytest.fixture
 def ops_device(device):
     """`device`, with kernels for the ops there."""
@@ -41,6 +80,8 @@ def ops_device(device):
             library.impl("batch_norm_stats", cpu_stats, "CPU")
             library.impl("batch_norm_transform", cpu_transform, "CPU")
             library.impl("batch_norm_inference", cpu_inference, "CPU")
+            library.impl("batch_norm_backward", cpu_backward, "CPU")
+            library.impl("batch_norm_inference_backward", cpu_inference_backward, "CPU")
         yield device
 
 
@@ -73,15 +114,86 @@ def test_opcheck(dtype, channels_last, ops_device):
 
 
 def layer_of_ops(x, mean, var, weight, bias, training) -> Tensor:
+    """As under torch.compile."""
     if not training:
         return ops.batch_norm_inference(x, mean, var, weight, bias, 1e-5)
     return ops.batch_norm_transform(x, ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5), weight, bias)
 
 
+def eager_layer(x, mean, var, weight, bias, training) -> Tensor:
+    """As functional.batch_norm calls them."""
+    if not training:
+        return ops.differentiable_inference(x, mean, var, weight, bias, 1e-5)
+    stats = ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5)
+    return ops.differentiable_transform(x, stats, weight, bias)
+
+
+LAYERS = pytest.mark.parametrize("layer", [layer_of_ops, eager_layer])
+
+
+WANTED = {
+    # input_grad, weight_grad, bias_grad
+    "everything": (True, torch.float32, torch.float32),
+    "input": (True, None, None),
+    "weight in half precision": (False, torch.float16, None),
+    "bias": (False, None, torch.float32),
+}
+# Which arguments of the two backward ops each of them needs: input and what is known of it.
+NEEDED = {
+    "everything": (True, True),
+    "input": (True, False),
+    "weight in half precision": (True, True),
+    "bias": (False, False),
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "expanded"])
+def test_opcheck_of_the_gradients(wanted, layout, ops_device):
+    a = arguments(ops_device, channels_last=layout == "channels_last")
+    grad = torch.randn_like(a["x"])
+    grad = {"transposed": grad.mT.contiguous().mT, "expanded": grad[:, :1, :1].expand_as(grad)}.get(layout, grad)
+    stats = ops.batch_norm_stats(a["x"], None, None, None, 0.1, 1e-5)
+    utils = ("test_faketensor", "test_aot_dispatch_dynamic")
+    options = {"test_utils": ("test_schema", *utils) if ops_device == "cuda" else utils}
+    in_training, in_eval = NEEDED[wanted]
+    known = (a["x"], stats, a["weight"]) if in_training else (None, None, None)
+    torch.library.opcheck(ops.batch_norm_backward, (grad, *known, *WANTED[wanted]), **options)
+    running = (a["x"], a["mean"]) if in_eval else (None, None)
+    running = (*running, a["var"] if in_training else None, a["weight"] if in_training else None, 1e-5)
+    torch.library.opcheck(ops.batch_norm_inference_backward, (grad, *running, *WANTED[wanted]), **options)
+
+
+@LAYERS
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("wanted", [("x", "weight", "bias"), ("x",), ("bias",)], ids=str)
+def test_batched_gradients(training, wanted, layer, ops_device):
+    """is_grads_batched, over gradients of any layout, and a second time over those."""
+    a = arguments(ops_device)
+    leaves = [a[name].requires_grad_() for name in wanted]
+    y = layer(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
+    for directions in (torch.randn(2, *y.shape), torch.randn(*y.shape, 2).movedim(-1, 0), torch.randn(2, 1, 1, 6, 5)):
+        directions = directions.to(ops_device).expand(2, *y.shape)
+        batched = torch.autograd.grad(y, leaves, directions, is_grads_batched=True, retain_graph=True)
+        for i, direction in enumerate(directions):
+            alone = torch.autograd.grad(y, leaves, direction, retain_graph=True)
+            for actual, expected in zip(batched, alone, strict=True):
+                torch.testing.assert_close(actual[i], expected)
+
+    def gradients(direction):
+        return torch.autograd.grad(y, leaves, direction, retain_graph=True)
+
+    grid = torch.randn(2, 3, *y.shape, device=ops_device)
+    nested = torch.func.vmap(torch.func.vmap(gradients))(grid)
+    for actual, expected in zip(nested, gradients(grid[1, 2]), strict=True):
+        torch.testing.assert_close(actual[1, 2], expected)
+
+
+@LAYERS
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", [("x", "weight", "bias"), ("x",), ("weight",), ("bias",)], ids=str)
 @pytest.mark.parametrize("double", [False, True], ids=["first", "second"])
-def test_gradients_of_the_ops(training, wanted, double, ops_device):
+def test_gradients_of_the_ops(training, wanted, double, layer, ops_device):
     """The formulas that CUDA tensors use, against automatic differentiation of the definition in float64."""
 
     def gradients(function, dtype) -> list[Tensor]:
@@ -97,7 +209,7 @@ def test_gradients_of_the_ops(training, wanted, double, ops_device):
     def exact(x, mean, var, weight, bias, training):
         return reference.batch_norm(x, mean, var, None, weight, bias, training, 0.1, 1e-5)
 
-    for actual, truth in zip(gradients(layer_of_ops, torch.float32), gradients(exact, torch.float64), strict=True):
+    for actual, truth in zip(gradients(layer, torch.float32), gradients(exact, torch.float64), strict=True):
         assert oracle.error(actual, truth) < 1e-4
 
 
@@ -182,6 +294,30 @@ def test_transform_errors(spoil, message):
     a = spoil({**arguments("cuda"), "stats": torch.zeros(3, 3, device="cuda")})
     with pytest.raises(RuntimeError, match=message):
         ops.batch_norm_transform(a["x"], a["stats"], a["weight"], a["bias"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("grad", lambda zeros: zeros(4, 3, 6), r"grad: expected shape \[4, 3, 6, 5\] like input, got \[4, 3, 6\]"),
+        ("grad", lambda zeros: zeros(4, 3, 6, 5).half(), "grad: expected float32 like input, got float16"),
+        ("grad", lambda zeros: zeros(4, 3, 6, 5).double(), "grad: expected float32, float16 or bfloat16"),
+        ("grad", lambda zeros: zeros(360), r"grad: expected shape \[N, C, ...\], got \[360\]"),
+        ("x", lambda zeros: zeros(4, 3, 6, 10)[..., ::2], "input: expected a dense tensor"),
+        ("x", lambda zeros: None, "input: expected a tensor, as the gradient of input is asked for, got None"),
+        ("stats", lambda zeros: None, "stats: expected a tensor, as the gradient of input is asked for, got None"),
+        ("stats", lambda zeros: zeros(3, 2), r"stats: expected shape \[3, 3\], got \[3, 2\]"),
+        ("weight", lambda zeros: zeros(2), r"weight: expected shape \[3\], got \[2\]"),
+        ("bias_grad", lambda zeros: torch.int64, "bias_grad: expected float32, float16 or bfloat16"),
+    ],
+)
+def test_backward_errors(name, make, message):
+    zeros = functools.partial(torch.zeros, device="cuda")
+    a = {**arguments("cuda"), "stats": zeros(3, 3), "grad": zeros(4, 3, 6, 5), "bias_grad": torch.float32}
+    a[name] = make(zeros)
+    with pytest.raises(RuntimeError, match=message):
+        ops.batch_norm_backward(a["grad"], a["x"], a["stats"], a["weight"], True, torch.float32, a["bias_grad"])
 
 
 @pytest.mark.gpu

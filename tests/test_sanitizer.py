@@ -47,6 +47,24 @@ def test_batch_norm(shape):
     assert module.num_batches_tracked.item() == 1
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_batch_norm_backward(activation, training):
+    x, grad = (torch.randn(activation.sizes).to(activation.dtype) for _ in range(2))
+    if activation.channels_last:
+        x, grad = (t.to(memory_format=torch.channels_last) for t in (x, grad))
+    reference = BatchNorm2d(x.size(1)).train(training)
+    module, on_gpu = copy.deepcopy(reference).cuda(), x.cuda().requires_grad_()
+    x.requires_grad_()
+    expected = torch.autograd.grad(reference(x), [x, *reference.parameters()], grad)
+    gradients = torch.autograd.grad(module(on_gpu), [on_gpu, *module.parameters()], grad.cuda())
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert max_error(actual.cpu(), wanted) < (1e-2 if actual.dtype != F32 else 1e-5)
+    # dbias alone: x is not read.
+    (dbias,) = torch.autograd.grad(module(on_gpu), [module.bias], grad.cuda())
+    assert max_error(dbias.cpu(), expected[2]) < 1e-5
+
+
 def test_matrix_and_empty_batch():
     x = torch.randn(37, 5)
     mean, var = torch.zeros(5, device="cuda"), torch.ones(5, device="cuda")

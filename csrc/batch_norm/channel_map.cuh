@@ -34,12 +34,13 @@ struct ChannelMapParams {
       remainder = stats[channels + channel];
       invstd = stats[2 * channels + channel];
     } else {
-      mean = running_mean.load(channel);
+      mean = running_mean.load_or(channel, 0.f);
       remainder = 0.f;
       invstd = __frsqrt_rn(running_var.load(channel) + eps);
     }
-    float const gain = weight.load_or(channel, 1.f) * invstd;
-    return {mean, gain, fmaf(-remainder, gain, bias.load_or(channel, 0.f))};
+    float const gain = weight.load_or(channel, 1.f) * invstd, shift = bias.load_or(channel, 0.f);
+    // Not 0 * gain: with eps 0 a variance of 0 makes the gain infinite, and y is then infinite but where x is the mean.
+    return {mean, gain, remainder == 0.f ? shift : fmaf(-remainder, gain, shift)};
   }
 };
 

@@ -11,10 +11,14 @@ namespace cutlass_bn::batch_norm {
 // Any view with uses_columns(view) false.
 void launch_plane_stats(StatsParams const& params, cudaStream_t stream);
 void launch_plane_transform(TransformParams const& params, cudaStream_t stream);
+void launch_plane_gradient_sums(GradientSumsParams const& params, cudaStream_t stream);
+void launch_plane_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
 
 // Any view with uses_columns(view) true.
 void launch_column_stats(StatsParams const& params, cudaStream_t stream);
 void launch_column_transform(TransformParams const& params, cudaStream_t stream);
+void launch_column_gradient_sums(GradientSumsParams const& params, cudaStream_t stream);
+void launch_column_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
 
 // Calls body(TypeTag<T>{}, std::integral_constant<int, V>{}): V elements make 16 bytes, or V = 1 where that can't be.
 template <class Body>

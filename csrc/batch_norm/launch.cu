@@ -30,7 +30,7 @@ BlockOrder block_order(int64_t tiles, int64_t lanes, int64_t bytes_per_tile, int
 
 }  // namespace
 
-PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, int element_bytes) {
+PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, int row_bytes) {
   PlaneTiling t;
   t.vectors = view.outer * (view.inner / V);
   t.vectors_per_tile = static_cast<int32_t>(rows_per_tile / V);
@@ -38,11 +38,11 @@ PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, i
   t.plane = FastDivisor(static_cast<uint32_t>(std::min(t.vectors_per_plane, kLongPlane)));
   t.inner = view.inner;
   t.outer_stride = view.outer_stride;
-  t.order = block_order(ceil_div(t.vectors, t.vectors_per_tile), view.channels, rows_per_tile * element_bytes, kPlaneBlocksPerSm);
+  t.order = block_order(ceil_div(t.vectors, t.vectors_per_tile), view.channels, rows_per_tile * row_bytes, kPlaneBlocksPerSm);
   return t;
 }
 
-ColumnTiling tile_columns(ChannelView const& view, int64_t rows_per_tile, int V, int element_bytes) {
+ColumnTiling tile_columns(ChannelView const& view, int64_t rows_per_tile, int V, int row_bytes) {
   ColumnTiling t;
   t.columns = view.channels * view.inner;
   t.rows = view.outer;
@@ -52,27 +52,38 @@ ColumnTiling tile_columns(ChannelView const& view, int64_t rows_per_tile, int V,
   t.block_channels = static_cast<int32_t>(t.block_vectors * V / view.inner);
   t.inner = view.inner;
   t.row_stride = view.outer_stride;
-  int64_t const bytes_per_tile = int64_t(t.rows_per_tile) * t.block_vectors * V * element_bytes;
+  int64_t const bytes_per_tile = int64_t(t.rows_per_tile) * t.block_vectors * V * row_bytes;
   t.order = block_order(ceil_div(t.rows, t.rows_per_tile), ceil_div(view.channels, t.block_channels), bytes_per_tile,
                         column_blocks_per_sm(V));
   return t;
 }
 
-int64_t choose_rows_per_tile(ChannelView const& view, DType dtype) {
+namespace {
+
+// loads: vectors of each tensor that a thread has in flight.
+int64_t choose_rows(ChannelView const& view, DType dtype, int loads) {
   int const width = 16 / static_cast<int>(size_of(dtype));
   int const V = is_vectorizable(view, width) ? width : 1;
   int const sm_count = device_info().sm_count;
   if (uses_columns(view)) {
     int64_t const vectors = column_block_vectors(view, V);
-    int64_t const step = kThreads / vectors * kUnroll;  // in outer indices
+    int64_t const step = kThreads / vectors * loads;  // in outer indices
     int64_t const lanes = ceil_div(view.channels * view.inner, vectors * V);
     int64_t const max_steps = std::max<int64_t>(1, kMaxRowsPerTile / (step * view.inner));
     int64_t const slots = sm_count * column_blocks_per_sm(V);
     return choose_steps_per_tile(ceil_div(view.outer, step), lanes, max_steps, slots) * step * view.inner;
   }
-  int64_t const step = int64_t(kThreads) * kUnroll * V;
+  int64_t const step = int64_t(kThreads) * loads * V;
   int64_t const slots = sm_count * kPlaneBlocksPerSm;
   return choose_steps_per_tile(ceil_div(view.outer * view.inner, step), view.channels, kMaxRowsPerTile / step, slots) * step;
+}
+
+}  // namespace
+
+int64_t choose_rows_per_tile(ChannelView const& view, DType dtype) { return choose_rows(view, dtype, kUnroll); }
+
+int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_x) {
+  return choose_rows(view, dtype, gradient_loads(with_x));
 }
 
 int64_t choose_rows_per_tile(int64_t rows, int64_t channels, DType dtype) {
@@ -92,6 +103,14 @@ void launch_column_moments(ColumnMomentsParams const& params, cudaStream_t strea
 
 void launch_transform(TransformParams const& params, cudaStream_t stream) {
   (uses_columns(params.view) ? launch_column_transform : launch_plane_transform)(params, stream);
+}
+
+void launch_gradient_sums(GradientSumsParams const& params, cudaStream_t stream) {
+  (uses_columns(params.view) ? launch_column_gradient_sums : launch_plane_gradient_sums)(params, stream);
+}
+
+void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream) {
+  (uses_columns(params.view) ? launch_column_gradient_transform : launch_plane_gradient_transform)(params, stream);
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -43,9 +43,48 @@ struct TransformParams {
   DType dtype = DType::kFloat32;
   ChannelView view;
   float const* stats = nullptr;             // [3, channels] of common/finalize.h; null: the running statistics are used
-  ChannelVector running_mean, running_var;  // [channels]; only where stats is null
+  ChannelVector running_mean, running_var;  // [channels]; only where stats is null; running_mean absent: 0
   float eps = 1e-5f;                        // goes with running_var
   ChannelVector weight, bias;               // [channels]; absent: 1, 0
+};
+
+struct GradientSumsParams {
+  void const* dy = nullptr;  // as `view` says
+  void const* x = nullptr;   // the same layout and dtype; null: only dy is summed
+  DType dtype = DType::kFloat32;
+  ChannelView view;
+  ChannelVector mean;          // [channels], what x is centred on; only with x
+  int64_t rows_per_tile = 0;   // of choose_gradient_rows_per_tile
+  float2* partials = nullptr;  // [ceil(outer * inner / rows_per_tile), channels]: sums of dy and dy * (x - mean) over a tile's rows
+};
+
+// dx = (dy - mean_dy - (x - mean) * slope) * gain + shift of one channel; shift is what rounding left of both means.
+struct GradientMaps {
+  float4* main = nullptr;  // [channels]: mean, mean_dy, slope, gain
+  float* shift = nullptr;  // [channels]
+};
+
+struct GradientFinalizeParams {
+  float2 const* partials = nullptr;  // of GradientSumsParams
+  int64_t tiles = 0;
+  int64_t channels = 0;
+  int64_t rows = 0;              // values per channel
+  float const* stats = nullptr;  // [3, channels] of common/finalize.h; null: eval, with the running statistics
+  ChannelVector running_var;     // [channels]; only where stats is null, and for dweight
+  double eps = 1e-5;             // goes with running_var
+  ChannelVector weight;          // [channels], for maps; absent: 1
+  MutableChannelVector dweight;  // [channels]; absent: not asked for
+  MutableChannelVector dbias;    // [channels]; absent: not asked for
+  GradientMaps maps;             // absent: not asked for; only with stats
+};
+
+struct GradientTransformParams {
+  void const* dy = nullptr;  // as `view` says
+  void const* x = nullptr;   // the same layout and dtype, as is dx
+  void* dx = nullptr;
+  DType dtype = DType::kFloat32;
+  ChannelView view;
+  GradientMaps maps;  // of GradientFinalizeParams
 };
 
 }  // namespace cutlass_bn::batch_norm

@@ -24,7 +24,11 @@ inline constexpr int64_t kReusableBytes = int64_t(32) << 20;  // what stays in L
 inline constexpr int64_t kMaxRowsPerTile = int64_t(1) << 24;  // counts in a tile are exact in fp32
 inline constexpr int64_t kLongPlane = 2 * kMaxRowsPerTile;    // vectors; a tile touches at most two such planes
 
-// The same for the column kernels, whose threads hold the state of V channels. 64 KB or more are in flight per SM in any case.
+// Vectors of each tensor in flight per thread where sums over dy, or over dy and x, are taken.
+constexpr int gradient_loads(bool with_x) { return with_x ? kUnroll / 2 : kUnroll; }
+
+// kPlaneBlocksPerSm for the column kernels, whose threads hold the state of V channels. 64 KB or more are in flight per SM in any
+// case.
 constexpr int column_blocks_per_sm(int V) { return V == 8 ? 2 : V == 4 ? 3 : 4; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -94,7 +98,8 @@ inline int32_t column_block_vectors(ChannelView const& view, int V) {
   return static_cast<int32_t>(ceil_div(units, ceil_div(units, units_per_block)) * unit_vectors);
 }
 
-PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, int element_bytes);
-ColumnTiling tile_columns(ChannelView const& view, int64_t rows_per_tile, int V, int element_bytes);
+// row_bytes: read per row, of all tensors.
+PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, int row_bytes);
+ColumnTiling tile_columns(ChannelView const& view, int64_t rows_per_tile, int V, int row_bytes);
 
 }  // namespace cutlass_bn::batch_norm

@@ -2,46 +2,12 @@
 // the order of memory, as in transform_nchw.cu, but long enough to pay for their channels' parameters.
 #include "batch_norm/channel_map.cuh"
 #include "batch_norm/kernels.h"
-#include "batch_norm/launch.h"
+#include "batch_norm/transform_walk.cuh"
 #include "common/launch.cuh"
 #include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
 namespace {
-
-constexpr int kAccesses = 2;  // of a thread, in flight together
-constexpr int kBatches = 4;   // so many times
-constexpr int kMaxBlockChannels = kColumnVectors * 8;
-
-// A block covers block_vectors vectors of kBatches * kAccesses * block_rows rows; a thread keeps its columns.
-struct ColumnSegments {
-  int64_t rows;     // outer
-  int64_t columns;  // channels * inner
-  int64_t channels;
-  int64_t row_stride;
-  uint32_t lanes;  // blocks side by side
-  int32_t block_vectors;
-  int32_t block_rows;
-  int32_t block_channels;
-  FastDivisor inner;
-
-  int64_t blocks() const { return ceil_div(rows, int64_t(block_rows) * (kAccesses * kBatches)) * lanes; }
-};
-
-ColumnSegments cut_columns(ChannelView const& view, int V) {
-  ColumnSegments s{};
-  s.rows = view.outer;
-  s.columns = view.channels * view.inner;
-  s.channels = view.channels;
-  s.row_stride = view.outer_stride;
-  s.block_vectors = column_block_vectors(view, V);
-  s.block_rows = kThreads / s.block_vectors;
-  s.block_channels = static_cast<int32_t>(s.block_vectors * V / view.inner);
-  s.lanes = static_cast<uint32_t>(ceil_div(view.channels, s.block_channels));
-  s.inner = FastDivisor(static_cast<uint32_t>(view.inner));
-  CUTLASS_BN_CHECK(s.block_channels <= kMaxBlockChannels, "a block of ", s.block_channels, " channels");
-  return s;
-}
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, V == 8 ? 4 : 6)
@@ -65,20 +31,20 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? 4 : 6)
   ChannelMap map[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    uint32_t const c = s.inner.divisor == 1 ? vector * V + v : s.inner.quotient(vector * V + v);
+    uint32_t const c = s.channel_of(vector * V + v);
     map[v] = {mean[c], gain[c], shift[c]};
   }
-  int64_t row = int64_t(tile) * (s.block_rows * kAccesses * kBatches) + thread_row;
+  int64_t row = int64_t(tile) * s.rows_per_block() + thread_row;
 #pragma unroll 1
-  for (int batch = 0; batch < kBatches; ++batch, row += s.block_rows * kAccesses) {
-    Packet<T, V> values[kAccesses];
+  for (int batch = 0; batch < kTransformBatches; ++batch, row += s.block_rows * kTransformAccesses) {
+    Packet<T, V> values[kTransformAccesses];
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
+    for (int i = 0; i < kTransformAccesses; ++i) {
       int64_t const r = row + i * s.block_rows;
       if (r < s.rows) values[i].load(x + r * s.row_stride + column);
     }
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
+    for (int i = 0; i < kTransformAccesses; ++i) {
       int64_t const r = row + i * s.block_rows;
       if (r >= s.rows) return;
       values[i].transform([&](int v, float value) { return map[v](value); });
@@ -94,7 +60,6 @@ void launch_column_transform(TransformParams const& p, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     constexpr int V = decltype(width)::value;
     ColumnSegments const segments = cut_columns(p.view, V);
-    CUTLASS_BN_CHECK(segments.blocks() <= INT32_MAX, "input: too many blocks of work (", segments.blocks(), ")");
     launch_kernel(column_transform_kernel<T, V>, dim3(static_cast<unsigned>(segments.blocks())), dim3(kThreads), 0, stream,
                   static_cast<T const*>(p.x), static_cast<T*>(p.y), ChannelMapParams(p), segments);
   });

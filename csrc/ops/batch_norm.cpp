@@ -4,6 +4,7 @@
 
 #include "batch_norm/launch.h"
 #include "common/finalize.h"
+#include "ops/channel_view.h"
 #include "ops/tensor_args.h"
 
 namespace cutlass_bn::ops {
@@ -11,42 +12,6 @@ namespace {
 
 using batch_norm::ChannelView;
 using torch::stable::accelerator::DeviceGuard;
-
-// Whether the dims in this order, outermost first, are packed without gaps. Strides of dims of size 1 mean nothing.
-bool is_packed(Tensor const& t, std::vector<int64_t> const& order) {
-  int64_t expected = 1;
-  for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {
-    if (t.size(*dim) != 1 && t.stride(*dim) != expected) return false;
-    expected *= t.size(*dim);
-  }
-  return true;
-}
-
-ChannelView channel_view(Tensor const& input) {
-  check_cuda(input, "input");
-  CUTLASS_BN_CHECK(input.dim() >= 2, "input: expected shape [N, C, ...], got ", shape_of(input));
-  int64_t const channels = input.size(1);
-  if (input.numel() == 0) return {0, channels, 1, channels};
-  int64_t inner = 1;
-  std::vector<int64_t> contiguous{0, 1}, channels_last{0};
-  for (int64_t dim = 2; dim < input.dim(); ++dim) {
-    inner *= input.size(dim);
-    contiguous.push_back(dim);
-    channels_last.push_back(dim);
-  }
-  channels_last.push_back(1);
-  if (inner > 1 && is_packed(input, contiguous)) return {input.size(0), channels, inner, channels * inner};
-  if (is_packed(input, channels_last)) return {input.size(0) * inner, channels, 1, channels};
-  std::string strides;
-  for (int64_t dim = 0; dim < input.dim(); ++dim) strides += (dim ? ", " : "") + std::to_string(input.stride(dim));
-  fail("input: expected a dense tensor, contiguous or channels_last, got shape ", shape_of(input), " with strides [", strides, "]");
-}
-
-Tensor empty_like(Tensor const& input) {
-  auto const sizes = input.sizes(), strides = input.strides();
-  return empty_strided({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, input.scalar_type(),
-                       input.get_device_index());
-}
 
 Tensor batch_norm_stats(Tensor input, std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
                         std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps) {
@@ -97,7 +62,7 @@ Tensor transform(Tensor const& input, ChannelView const& view, std::optional<Ten
   params.weight = channel_vector(weight, "weight", view.channels, input);
   params.bias = channel_vector(bias, "bias", view.channels, input);
   DeviceGuard const guard(input.get_device_index());
-  Tensor y = empty_like(input);
+  Tensor y = empty_with_layout_of(input);
   if (input.numel() == 0) return y;
   params.x = input.const_data_ptr();
   params.y = y.mutable_data_ptr();
@@ -107,13 +72,8 @@ Tensor transform(Tensor const& input, ChannelView const& view, std::optional<Ten
 
 Tensor batch_norm_transform(Tensor input, Tensor stats, std::optional<Tensor> weight, std::optional<Tensor> bias) {
   ChannelView const view = channel_view(input);
-  check_on_device_of(stats, "stats", input);
-  check_shape(stats, "stats", {3, view.channels});
-  CUTLASS_BN_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous(),
-                   "stats: expected a contiguous float32 tensor, got ScalarType code ", static_cast<int>(stats.scalar_type()),
-                   " with strides [", stats.stride(0), ", ", stats.stride(1), "]");
   batch_norm::TransformParams params;
-  params.stats = static_cast<float const*>(stats.const_data_ptr());
+  params.stats = stats_data(stats, view.channels, input);
   return transform(input, view, weight, bias, params);
 }
 

@@ -13,6 +13,16 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
   m.def(
       "batch_norm_inference(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, float eps) -> "
       "Tensor");
+  // Gradients of the two above for that of their output. Only what is asked for is computed and read: `input` and `stats` (the
+  // running statistics) are needed for the gradients of input and weight, or, in eval, the variance alone for that of input. The
+  // gradients of weight and bias come in the dtype given; None: not asked for. What is not asked for comes as an empty tensor.
+  // The gradient of input has input's layout, or grad's where input is not given. grad may have any strides.
+  m.def(
+      "batch_norm_backward(Tensor grad, Tensor? input, Tensor? stats, Tensor? weight, bool input_grad, ScalarType? weight_grad, "
+      "ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "batch_norm_inference_backward(Tensor grad, Tensor? input, Tensor? running_mean, Tensor? running_var, Tensor? weight, "
+      "float eps, bool input_grad, ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)");
 
   // fp32_products: how float32 products are made (linear_bn/dispatch.h): 0 IEEE, 1 TF32, 2 split.
   // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], without bias and scale.

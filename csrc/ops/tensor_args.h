@@ -37,14 +37,16 @@ inline std::string device_of(Tensor const& t) {
   return t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : std::string("a device that is not CUDA");
 }
 
-inline DType dtype_of(Tensor const& t, char const* name) {
-  switch (t.scalar_type()) {
+inline DType dtype_of(ScalarType type, char const* name) {
+  switch (type) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::Half: return DType::kFloat16;
     case ScalarType::BFloat16: return DType::kBFloat16;
-    default: fail(name, ": expected float32, float16 or bfloat16, got ScalarType code ", static_cast<int>(t.scalar_type()));
+    default: fail(name, ": expected float32, float16 or bfloat16, got ScalarType code ", static_cast<int>(type));
   }
 }
+
+inline DType dtype_of(Tensor const& t, char const* name) { return dtype_of(t.scalar_type(), name); }
 
 inline ScalarType scalar_type_of(DType dtype) {
   switch (dtype) {

@@ -8,10 +8,7 @@ from .. import reference
 from .._library import require
 from ..ops import batch_norm as ops
 
-# What torch.library itself puts around the kernels of an op that needs no gradient. Calling the op inside it skips
-# the op's autograd wrapper, which is Python and costs more than the rest of the call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-
+_below_autograd = ops.below_autograd
 TRANSFORMED = "torch.func or forward-mode differentiation is active"
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _VECTOR_NAMES = ("running_mean", "running_var", "weight", "bias")
@@ -88,16 +85,20 @@ def batch_norm_with_counter(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    if wants_grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         if not training:
             return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
         stats = ops.batch_norm_stats(input.detach(), running_mean, running_var, num_batches_tracked, momentum, eps)
         return ops.batch_norm_transform(input, stats, weight, bias)
+    if not training and wants_grad:
+        return ops.differentiable_inference(input, running_mean, running_var, weight, bias, eps)
     with _below_autograd():
         if not training:
             return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
         stats = ops.batch_norm_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps)
-        return ops.batch_norm_transform(input, stats, weight, bias)
+        if not wants_grad:
+            return ops.batch_norm_transform(input, stats, weight, bias)
+    return ops.differentiable_transform(input, stats, weight, bias)
 
 
 def reason_for_reference(

@@ -1,9 +1,12 @@
-"""The batch-norm ops of csrc/ops/batch_norm.cpp: Python entries, fake implementations, autograd formulas.
+"""The batch-norm ops of csrc/ops/batch_norm*.cpp: Python entries, fake implementations, autograd and vmap formulas.
 
 `batch_norm_stats` updates running buffers and has no gradient. `batch_norm_transform` has the gradient of batch
-normalisation as a whole: its `stats` are treated as what they are, functions of `input`.
+normalisation as a whole: its `stats` are treated as what they are, functions of `input`. The gradients are ops
+themselves, `batch_norm_backward` and `batch_norm_inference_backward`; where a graph of them is asked for (create_graph)
+formulas in plain PyTorch take their place.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +15,17 @@ from torch import Tensor
 from .. import reference
 from .._library import library_is_loaded
 
+# What torch.library itself puts around the kernels of an op that needs no gradient. Calling the op inside it skips
+# the op's autograd wrapper, which is Python and costs more than the rest of the call.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
 if library_is_loaded():
     batch_norm_stats = torch.ops.cutlass_bn.batch_norm_stats.default
     batch_norm_transform = torch.ops.cutlass_bn.batch_norm_transform.default
     batch_norm_inference = torch.ops.cutlass_bn.batch_norm_inference.default
+    # -> dx, dweight, dbias. What they take is in csrc/ops/library.cpp.
+    batch_norm_backward = torch.ops.cutlass_bn.batch_norm_backward.default
+    batch_norm_inference_backward = torch.ops.cutlass_bn.batch_norm_inference_backward.default
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
@@ -47,46 +57,62 @@ def _fake_inference(
     return torch.empty_like(input)
 
 
+def _fake_backward(grad: Tensor, input: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, input_grad, weight_grad, bias_grad = others
+
+    def vector(dtype: torch.dtype | None) -> Tensor:
+        return grad.new_empty((0 if dtype is None else grad.size(1),), dtype=dtype or torch.float32)
+
+    if not input_grad:
+        dx = grad.new_empty((0,))
+    elif input is not None:
+        dx = torch.empty_like(input)
+    elif grad.is_contiguous() or grad.movedim(1, -1).is_contiguous():
+        dx = torch.empty_like(grad)
+    else:
+        dx = grad.new_empty(grad.shape)
+    return dx, vector(weight_grad), vector(bias_grad)
+
+
+def _gradients_over_a_batch(op: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Any]:
+    """The vmap formula of a backward op: one call for each of the batched gradients (is_grads_batched)."""
+
+    def formula(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        calls = [
+            op(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(gradients) for gradients in zip(*calls, strict=True)), (0, 0, 0)
+
+    return formula
+
+
 def _save_for_transform(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, stats, weight, bias = inputs
     # The bias alone needs only sum(grad).
-    ctx.needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
-    ctx.save_for_backward(*((input, stats, weight) if ctx.needs_input else (None, None, None)))
+    needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
+    ctx.save_for_backward(*((input, stats, weight) if needs_input else (None, None, None)))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """With x^ = (x - mean) * invstd and sums over a channel's n values:
-
-    dbias = sum(dy), dweight = sum(dy * x^), dx = weight * invstd * (dy - dbias / n - x^ * dweight / n).
-    """
+    if torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
+        return _differentiable_backward(ctx, grad)
     needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
-    if ctx.needs_input and torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
-        return _differentiable_backward(ctx, grad)
-    wide_grad = grad.float()
-    dbias = wide_grad.sum(_reduced_dims(grad))
-    dx = dweight = None
-    if ctx.needs_input:
-        mean, remainder, invstd = stats.unbind()
-        # In x's memory format from here on, whatever grad's is.
-        centred = (input.float() - _per_channel(mean, input)).sub_(_per_channel(remainder, input))
-        wide_dweight = (centred * wide_grad).sum(_reduced_dims(grad)) * invstd
-        if needs_dx:
-            count = max(input.numel() // max(input.size(1), 1), 1)
-            gain = invstd if weight is None else invstd * weight
-            # Not in place: under is_grads_batched, grad has a hidden dimension that centred has not.
-            centred = centred * _per_channel(gain * invstd * wide_dweight / -count, input)
-            centred.addcmul_(wide_grad, _per_channel(gain, input))
-            dx = centred.sub_(_per_channel(gain * dbias / count, input)).to(input.dtype)
-        if needs_dweight:
-            dweight = wide_dweight.to(weight.dtype)
-    return dx, None, dweight, dbias.to(ctx.bias_dtype) if needs_dbias else None
+    dx, dweight, dbias = batch_norm_backward(
+        grad, input, stats, weight, needs_dx,
+        weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None,
+    )  # fmt: skip
+    return dx if needs_dx else None, None, dweight if needs_dweight else None, dbias if needs_dbias else None
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
+    dbias = grad.float().sum(_reduced_dims(grad)).to(ctx.bias_dtype) if needs_dbias else None
+    if input is None:
+        return None, None, None, dbias
     eps: Any = 0.0
     if input.numel():
         with torch.no_grad():  # what invstd says beyond the variance
@@ -96,7 +122,6 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     grads = list(torch.autograd.grad(y, wanted, grad, create_graph=True))
     dx = grads.pop(0) if needs_dx else None
     dweight = grads.pop(0) if needs_dweight else None
-    dbias = grad.float().sum(_reduced_dims(grad)).to(ctx.bias_dtype) if needs_dbias else None
     return dx, None, dweight, dbias
 
 
@@ -106,39 +131,81 @@ def _save_for_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     # Running buffers may be changed in place before backward: keep values, not the buffers.
     ctx.save_for_backward(
         input if needs_dweight else None,
-        running_mean.to(torch.float32, copy=True) if needs_dweight else None,
-        running_var.to(torch.float32, copy=True).add_(eps).rsqrt_() if needs_dx or needs_dweight else None,
+        running_mean.clone() if needs_dweight else None,
+        running_var.clone() if needs_dx or needs_dweight else None,
         weight if needs_dx else None,
     )
-    ctx.input_dtype = input.dtype
+    ctx.eps = eps
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dx = dy * weight * invstd; the running statistics are constants. Differentiable as it stands."""
+    if torch.is_grad_enabled():
+        return _differentiable_inference_backward(ctx, grad)
     needs_dx, _, _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-    input, mean, invstd, weight = ctx.saved_tensors
+    dx, dweight, dbias = batch_norm_inference_backward(
+        grad, *ctx.saved_tensors, ctx.eps, needs_dx,
+        ctx.weight_dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None,
+    )  # fmt: skip
+    gradients = dx if needs_dx else None, None, None, dweight if needs_dweight else None
+    return *gradients, dbias if needs_dbias else None, None
+
+
+def _differentiable_inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dx = dy * weight * invstd; the running statistics are constants."""
+    needs_dx, _, _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+    input, mean, var, weight = ctx.saved_tensors
     wide_grad = grad.float()
     dx = dweight = dbias = None
+    if needs_dx or needs_dweight:
+        invstd = torch.rsqrt(var.float() + ctx.eps)
     if needs_dx:
         gain = invstd if weight is None else invstd * weight
-        dx = (wide_grad * _per_channel(gain, grad)).to(ctx.input_dtype)
+        dx = (wide_grad * _per_channel(gain, grad)).to(grad.dtype)
     if needs_dweight:
-        centred = input.float() - _per_channel(mean, input)
+        centred = input.float() - _per_channel(mean.float(), input)
         dweight = ((centred * wide_grad).sum(_reduced_dims(grad)) * invstd).to(ctx.weight_dtype)
     if needs_dbias:
         dbias = wide_grad.sum(_reduced_dims(grad)).to(ctx.bias_dtype)
     return dx, None, None, dweight, dbias, None
 
 
-if library_is_loaded():
-    torch.library.register_fake("cutlass_bn::batch_norm_stats", _fake_stats)
-    torch.library.register_fake("cutlass_bn::batch_norm_transform", _fake_transform)
-    torch.library.register_fake("cutlass_bn::batch_norm_inference", _fake_inference)
+def _without_wrapper(op: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """The op with its gradient for eager use: what register_autograd makes of the same functions, at less cost."""
+
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        with below_autograd():
+            output = op(*inputs)
+            save(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type("BatchNorm", (torch.autograd.Function,), methods)  # autograd's graph shows BatchNormBackward
+    return function.apply
+
+
+def _register() -> None:
+    fakes: dict[str, Callable[..., Any]] = {
+        "stats": _fake_stats,
+        "transform": _fake_transform,
+        "inference": _fake_inference,
+        "backward": _fake_backward,
+        "inference_backward": _fake_backward,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"cutlass_bn::batch_norm_{name}", fake)
     torch.library.register_autograd(
         "cutlass_bn::batch_norm_transform", _transform_backward, setup_context=_save_for_transform
     )
     torch.library.register_autograd(
         "cutlass_bn::batch_norm_inference", _inference_backward, setup_context=_save_for_inference
     )
+    for name, op in (("backward", batch_norm_backward), ("inference_backward", batch_norm_inference_backward)):
+        torch.library.register_vmap(f"cutlass_bn::batch_norm_{name}", _gradients_over_a_batch(op))
+
+
+if library_is_loaded():
+    _register()
+    differentiable_transform = _without_wrapper(batch_norm_transform, _save_for_transform, _transform_backward)
+    differentiable_inference = _without_wrapper(batch_norm_inference, _save_for_inference, _inference_backward)
