@@ -13,7 +13,7 @@ template <class T, int V, bool kWithX>
 __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     column_gradient_sums_kernel(T const* dy, T const* x, ChannelVector const mean_of_x, float2* partials, int64_t channels,
                                 __grid_constant__ ColumnTiling const t) {
-  constexpr int kLoads = gradient_loads(kWithX);
+  constexpr int kLoads = kGradientLoads<kWithX>;
   wait_for_previous_kernel();
   allow_next_kernel();
 

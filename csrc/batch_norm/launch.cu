@@ -83,7 +83,7 @@ int64_t choose_rows(ChannelView const& view, DType dtype, int loads) {
 int64_t choose_rows_per_tile(ChannelView const& view, DType dtype) { return choose_rows(view, dtype, kUnroll); }
 
 int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_x) {
-  return choose_rows(view, dtype, gradient_loads(with_x));
+  return choose_rows(view, dtype, with_x ? kGradientLoads<true> : kGradientLoads<false>);
 }
 
 int64_t choose_rows_per_tile(int64_t rows, int64_t channels, DType dtype) {

@@ -25,7 +25,8 @@ inline constexpr int64_t kMaxRowsPerTile = int64_t(1) << 24;  // counts in a til
 inline constexpr int64_t kLongPlane = 2 * kMaxRowsPerTile;    // vectors; a tile touches at most two such planes
 
 // Vectors of each tensor in flight per thread where sums over dy, or over dy and x, are taken.
-constexpr int gradient_loads(bool with_x) { return with_x ? kUnroll / 2 : kUnroll; }
+template <bool kWithX>
+inline constexpr int kGradientLoads = kWithX ? kUnroll / 2 : kUnroll;
 
 // kPlaneBlocksPerSm for the column kernels, whose threads hold the state of V channels. 64 KB or more are in flight per SM in any
 // case.

@@ -44,7 +44,7 @@ if _library.library_is_loaded():
     inference = _ops.linear_batch_norm_inference.default
     # -> which kernels such a call takes: "fused: <tile>" or "portable: <reason>".
     plan = _ops.linear_batch_norm_plan.default
-    # -> fp16 planes [2, rows, k rounded up to 8] (high and low halves), int32 exponents [rows] and census [rows] of matrix
+    # -> fp16 planes [2, rows, k rounded up to 8] (high and low halves), int32 exponents and census [rows], of matrix
     # or its transpose (csrc/linear_bn/split/split.h).
     split_fp32 = _ops.split_fp32.default
     # -> a @ b of float32 [M, K] and [K, N], each dense in rows or columns, always by the split GEMM; rows padded to 16
