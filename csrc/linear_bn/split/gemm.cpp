@@ -110,8 +110,9 @@ void for_each_block(SplitOperands const& operands, gemm::Tile tile, void* memory
 gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count) {
   auto const& [x, w] = operands;
   auto const [tile_m, tile_n] = gemm::shape_of(gemm::Tile::kSplitLarge);
-  bool const few_tiles = (x.rows + tile_m - 1) / tile_m * ((w.rows + tile_n - 1) / tile_n) <= 2 * sm_count;
-  return few_tiles && x.k > 2048 ? gemm::Tile::kSplitSmall : gemm::choose_split_tile(x.rows, w.rows, sm_count);
+  int64_t const tiles = (x.rows + tile_m - 1) / tile_m * ((w.rows + tile_n - 1) / tile_n);
+  bool const few_tiles = (tiles <= 2 * sm_count && x.k > 512) || (2 * tiles <= 7 * sm_count && x.k > 4096);
+  return few_tiles ? gemm::Tile::kSplitSmall : gemm::choose_split_tile(x.rows, w.rows, sm_count);
 }
 
 int64_t split_workspace_bytes(SplitOperands const& operands) { return Workspace(operands, nullptr).bytes; }

@@ -19,7 +19,8 @@ struct SplitOperands {
 // x is taken by blocks of rows whose planes have at most so many bytes, one after the other in the same memory.
 constexpr int64_t kMaxPlaneBytes = int64_t{1} << 28;
 
-// The faster tile; the compensated one where cuBLAS, too, would take shorter sums: few tiles of a long K, which it splits.
+// The compensated tile where cuBLAS is likely to split a long K over idle multiprocessors, which makes its sums, too, more exact
+// (docs/performance.md); otherwise the faster one.
 gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count);
 
 // Bytes of workspace: planes and exponents of w and of a block of x, and the scratch of their splits.
