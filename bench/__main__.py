@@ -1,9 +1,11 @@
 """Compares cutlass_bn with PyTorch, or shows what a recorded comparison says.
 
 python -m bench workloads --quick           the two workloads, about a minute
+python -m bench steps                       forward and backward: times, peak memory, errors of the gradients
 python -m bench accuracy                    fp32 products beside SGEMM, against float64, on every kind of input
 python -m bench crossover                   from which size on they are faster than SGEMM
 python -m bench all --json results.json     every suite
+python -m bench all --json results.json --resume --minutes 9    the same in pieces: again until nothing is left
 python -m bench show|bars|plot [FILE]       the recorded H200 run unless a file is named
 python -m bench documents [FILE]            writes its tables into the documents
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -38,6 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             "--json", type=Path, metavar="FILE", help="where to record the run; rewritten after every case"
         )
         sub.add_argument("--resume", action="store_true", help="keep what the --json FILE holds and measure the rest")
+        sub.add_argument("--minutes", type=float, help="start nothing new after so long; --resume goes on")
         sub.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
         sub.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
         sub.add_argument("--max-autotune", action="store_true", help="add torch.compile's max-autotune-no-cudagraphs")
@@ -74,8 +79,9 @@ def new_run(args: argparse.Namespace) -> Run:
     return run
 
 
-def run_suites(args: argparse.Namespace, run: Run) -> None:
-    """Adds the rows to the run."""
+def run_suites(args: argparse.Namespace, run: Run) -> int:
+    """Adds the rows to the run; how many steps --minutes has left undone."""
+    begin = time.monotonic()
     seconds = args.seconds or (0.2 if args.device.type != "cuda" else 0.5 if args.quick else 1.5)
     options = Options(
         device=args.device,
@@ -97,20 +103,32 @@ def run_suites(args: argparse.Namespace, run: Run) -> None:
         TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"),
     )
+    took: dict[str, float] = run.options.setdefault("took", {})
     steps = [step for step in plan(suites, options) if step.name not in run.options["steps"]]
+    done = 0
     with Progress(*columns, console=report.console(), transient=True) as progress:
         task = progress.add_task("bench", total=len(steps), now="")
-        for step in steps:
-            progress.update(task, now=step.name)
-            run.rows += step.run(run.ceilings)
-            run.options["steps"].append(step.name)
-            if args.json:
-                run.save(args.json)
-            progress.advance(task)
+        for suite, of_suite in groupby(steps, lambda step: step.suite):
+            for step in of_suite:
+                start = time.monotonic()
+                if args.minutes and start - begin > 60 * args.minutes:
+                    break
+                progress.update(task, now=step.name)
+                run.rows += step.run(run.ceilings)
+                run.options["steps"].append(step.name)
+                took[suite] = took.get(suite, 0.0) + time.monotonic() - start
+                done += 1
+                if args.json:
+                    run.save(args.json)
+                progress.advance(task)
+            if suite in took:
+                # at once: what comes later may be killed
+                progress.console.print(f"{suite}: {took[suite]:.0f} s", highlight=False)
     if options.on_gpu:
         run.environment["clocks"] = clocks_under_load(args.device)
     if args.json:
         run.save(args.json)
+    return len(steps) - done
 
 
 def show_recorded(suites: tuple[str, ...]) -> None:
@@ -156,15 +174,17 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    run_suites(args, run)
+    left = run_suites(args, run)
     report.show(run, out)
     if args.device.type != "cuda":
         show_recorded(chosen_suites(args))
-    elif args.command == "all":
+    elif args.command == "all" and not left:
         report.show_bars(run, out)
     wrong = [row for row in run.rows if row.variant in (OURS, SPLIT) and row.status != OK]
     for row in wrong:
         out.print(f"{row.case}: {row.status}: {row.detail}", style="bold red", markup=False)
+    if left:
+        out.print(f"{left} steps are left for --resume.", style="bold yellow", highlight=False)
     return 1 if wrong else 0
 
 

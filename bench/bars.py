@@ -9,6 +9,7 @@ from . import accuracy
 from .cases import BN2D, BN2D_LARGE, GEMM_FP32_OTHERS, GEMM_LARGE, GEMM_SCALE_BN, Case
 from .products import SPLIT_ALONE, X_SPLIT
 from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, SGEMM, SPLIT, Run, ratio
+from .steps import step_name
 from .suites import CUBLAS, FUSED
 
 Source = tuple[str, str]  # case, variant
@@ -16,9 +17,9 @@ Source = tuple[str, str]  # case, variant
 
 @dataclass(frozen=True)
 class Bar:
-    """value = factor * time(source) / time(over) - minus; without `over`, the time in ms.
+    """value = factor * time(source) / time(over) - minus; without `over`, the time in ms. Or of another field of Row.
 
-    Reached where value <= most, or value >= least.
+    Reached where value <= most, value >= least, or value < below.
     """
 
     what: str
@@ -26,13 +27,24 @@ class Bar:
     over: Source | None
     most: float | None = None
     least: float | None = None
+    below: float | None = None
     factor: float = 1.0
     minus: float = 0.0
     unit: str = "x"
+    field: str = "ms"
 
     @property
     def text(self) -> str:
-        return f"<= {self.most:g} {self.unit}" if self.most is not None else f">= {self.least:g} {self.unit}"
+        relations = (("<=", self.most), (">=", self.least), ("<", self.below))
+        return " and ".join(f"{sign} {bound:g} {self.unit}" for sign, bound in relations if bound is not None)
+
+    def reached(self, value: float) -> bool:
+        """False of a NaN."""
+        return (
+            (self.most is None or value <= self.most)
+            and (self.least is None or value >= self.least)
+            and (self.below is None or value < self.below)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,20 @@ MIDDLE = Case(BN2D, (16, 64, 256, 256)).name
 GEMM_TRAIN = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p).name for p in ("fp32", "tf32", "bf16")}
 GEMM_EVAL = {p: Case(GEMM_SCALE_BN, GEMM_LARGE, p, training=False).name for p in ("fp32", "tf32", "bf16")}
 FP32_OTHERS = [Case(GEMM_SCALE_BN, shape).name for shape in GEMM_FP32_OTHERS]
-TINY = {mode: f"overhead BatchNorm2d 8x16x8x8 fp32 {mode}" for mode in ("train", "eval")}
+TINY = {mode: f"overhead BatchNorm2d 8x16x8x8 fp32 {mode}" for mode in ("train", "eval", "step")}
+TINY_LINEAR_STEP = "overhead LinearBatchNorm1d 64x32->32 fp32 step"
+
+# Training steps, forward and backward: at most so many ms.
+STEPS: dict[Case, float] = {
+    Case(GEMM_SCALE_BN, GEMM_LARGE, "fp32"): 10.5,
+    Case(GEMM_SCALE_BN, GEMM_LARGE, "tf32"): 5.9,
+    Case(GEMM_SCALE_BN, GEMM_LARGE, "bf16"): 2.75,
+    Case(GEMM_SCALE_BN, (16384, 1024, 4096), "bf16"): 1.0,
+    Case(BN2D, BN2D_LARGE): 8.2,
+    Case(BN2D, (16, 64, 256, 256)): 0.55,
+    **{Case(BN2D, (64, 256, 56, 56), channels_last=last): 0.42 for last in (False, True)},
+    **{Case(BN2D, (128, 512, 28, 28), "bf16", channels_last=last): 0.30 for last in (False, True)},
+}
 
 
 def _over(case: str, peer: str, most: float) -> Bar:
@@ -74,6 +99,10 @@ def _over(case: str, peer: str, most: float) -> Bar:
 
 def _faster(case: str, peer: str, least: float) -> Bar:
     return Bar(f"{case}, faster than {peer}", (case, peer), (case, OURS), least=least)
+
+
+def _less_memory(case: str) -> Bar:
+    return Bar(f"{case}, peak memory over eager's", (case, OURS), (case, EAGER), below=1.0, field="peak_bytes")
 
 
 BARS: tuple[Bar | ErrorBar, ...] = (
@@ -110,28 +139,33 @@ BARS: tuple[Bar | ErrorBar, ...] = (
         Bar(f"finalise kernel, {p}", (f"kernels {GEMM_TRAIN[p]}", "finalise"), None, most=8.0, factor=1e3, unit="us")
         for p in ("tf32", "bf16")
     ),
-    *(_over(case, EAGER, 1.5) for case in TINY.values()),
+    *(
+        Bar(f"{step_name(case)}, time", (step_name(case), OURS), None, most=most, unit="ms")
+        for case, most in STEPS.items()
+    ),
+    *(_less_memory(step_name(case)) for case in STEPS if case.kind == GEMM_SCALE_BN),
+    *(_over(case, EAGER, 1.5) for case in (*TINY.values(), TINY_LINEAR_STEP)),
 )
 
 
 def judge(run: Run, bar: Bar | ErrorBar) -> Outcome:
-    return _judge_error(run, bar) if isinstance(bar, ErrorBar) else _judge_time(run, bar)
+    return _judge_error(run, bar) if isinstance(bar, ErrorBar) else _judge_rows(run, bar)
 
 
-def _judge_time(run: Run, bar: Bar) -> Outcome:
-    times = []
+def _judge_rows(run: Run, bar: Bar) -> Outcome:
+    figures = []
     for source in (bar.source, bar.over):
         if source is None:
-            times.append(1.0)
+            figures.append(1.0)
             continue
         row = run.find(*source)
         if row is None:
             return Outcome(bar, None, None, f"no row for {source[1]}")
         if row.status != OK:
             return Outcome(bar, None, False, f"{source[1]}: {row.status}")
-        times.append(row.ms or float("nan"))
-    value = bar.factor * times[0] / times[1] - bar.minus
-    return Outcome(bar, value, value <= bar.most if bar.most is not None else value >= bar.least)
+        figures.append(getattr(row, bar.field) or float("nan"))
+    value = bar.factor * figures[0] / figures[1] - bar.minus
+    return Outcome(bar, value, bar.reached(value))
 
 
 def _judge_error(run: Run, bar: ErrorBar) -> Outcome:

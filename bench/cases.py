@@ -96,6 +96,21 @@ def workloads(quick: bool = False) -> list[Case]:
     return [*judged[: len(modes)], *others, *judged[len(modes) :]]
 
 
+def steps(quick: bool = False) -> list[Case]:
+    """Training steps, forward and backward."""
+    gemm = [Case(GEMM_SCALE_BN, GEMM_LARGE, precision) for precision in ("fp32", "tf32", "bf16")]
+    if quick:
+        return [gemm[0], gemm[2], Case(BN2D, (16, 64, 256, 256)), Case(BN2D, (128, 512, 28, 28), "bf16")]
+    shapes = (((64, 256, 56, 56), "fp32"), ((128, 512, 28, 28), "bf16"))
+    return [
+        *gemm,
+        Case(GEMM_SCALE_BN, (16384, 1024, 4096), "bf16"),
+        Case(BN2D, BN2D_LARGE),
+        Case(BN2D, (16, 64, 256, 256)),
+        *(Case(BN2D, shape, precision, channels_last=last) for shape, precision in shapes for last in (False, True)),
+    ]
+
+
 def sweep(quick: bool = False) -> list[Case]:
     """What fusion gains as K falls; BatchNorm2d from large images to late ResNet layers, in both memory formats."""
     depths = [256, 1024, 4096] if quick else [256, 512, 1024, 2048, 4096]

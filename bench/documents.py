@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import report, split_report
+from . import report, split_report, step_report
 from .environment import ROOT
 from .records import Run
 
 TABLES: dict[tuple[str, str], Callable[[Run], str]] = {
     ("README.md", "measured"): report.markdown,
+    ("README.md", "steps"): step_report.markdown,
     ("docs/performance.md", "bars"): report.bars_markdown,
+    ("docs/performance.md", "steps"): step_report.details_markdown,
     ("docs/performance.md", "split"): split_report.parts_markdown,
     ("docs/performance.md", "crossover"): split_report.crossover_markdown,
     ("docs/numerics.md", "accuracy"): split_report.accuracy_markdown,

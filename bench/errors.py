@@ -97,7 +97,7 @@ def measure_error(y: Tensor, slices: Iterator[Slice], bn: nn.Module | None = Non
                 totals[3] += expected.square().sum()
     squared, norm, state_squared, state_norm = totals.tolist()
     max_abs, excess = peaks.tolist()
-    return Error(max_abs, _ratio(squared, norm), excess, _ratio(state_squared, state_norm))
+    return Error(max_abs, relative(squared, norm), excess, relative(state_squared, state_norm))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def product_errors(results: Mapping[str, Tensor], a: Tensor, b: Tensor) -> dict[
             peaks[index] = torch.maximum(peaks[index], torch.stack(largest))
     *errors, norm = squared.tolist()
     return {
-        name: ProductError(max_abs, _ratio(error, norm), rowwise, componentwise)
+        name: ProductError(max_abs, relative(error, norm), rowwise, componentwise)
         for name, error, (max_abs, rowwise, componentwise) in zip(results, errors, peaks.tolist(), strict=True)
     }
 
@@ -152,7 +152,8 @@ def worse_than(error: ProductError, other: ProductError) -> list[str]:
     return [f"{what} {mine:.1e}, SGEMM's {bound:.1e}" for what, mine, bound in pairs if not mine <= bound]
 
 
-def _ratio(squared_error: float, squared_norm: float) -> float:
+def relative(squared_error: float, squared_norm: float) -> float:
+    """The error over the norm; of what is zero, the error itself."""
     return math.sqrt(squared_error / squared_norm) if squared_norm else math.sqrt(squared_error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import cutlass_bn
 
 from .cases import BN2D, GEMM_SCALE_BN, Case
 from .records import COMPILE, COPY, EAGER, GEMM, IEEE, MAX_AUTOTUNE, OURS, UNFUSED
+from .timing import Timing
 
 
 class GemmScaleBatchNorm(nn.Module):
@@ -34,8 +35,13 @@ class Variant:
     """A way to compute a case."""
 
     run: Callable[[Tensor], Tensor]
-    bn: nn.Module | None = None  # whose running statistics it updates
+    model: nn.Module | None = None  # whose parameters and running statistics it uses
     checked: bool = True  # whether run(x) is the case's y
+
+    @property
+    def bn(self) -> nn.Module | None:
+        """Whose running statistics it updates."""
+        return None if self.model is None else _batch_norm(self.model)
 
 
 def eager_model(case: Case, device: torch.device) -> nn.Module:
@@ -76,7 +82,7 @@ def _batch_norm(model: nn.Module) -> nn.Module:
 
 
 def _as_variant(model: nn.Module) -> Variant:
-    return Variant(model, _batch_norm(model))
+    return Variant(model, model)
 
 
 def _ours(case: Case, model: nn.Module, **switches: bool) -> Variant:
@@ -94,7 +100,7 @@ def _ours(case: Case, model: nn.Module, **switches: bool) -> Variant:
 
 def _compiled(model: nn.Module, mode: str | None) -> Variant:
     model = copy.deepcopy(model)
-    return Variant(torch.compile(model, dynamic=False, mode=mode), _batch_norm(model))
+    return Variant(torch.compile(model, dynamic=False, mode=mode), model)
 
 
 def _unfused(model: nn.Module) -> Variant:
@@ -133,3 +139,12 @@ def variants(case: Case, model: nn.Module, compile: bool = True, max_autotune: b
         builders[UNFUSED] = lambda: _unfused(model)
         builders[GEMM] = lambda: Variant(lambda x: torch.mm(x, weight.t()), checked=False)
     return builders
+
+
+def limit(case: Case, timings: Mapping[str, Timing], ceilings: Mapping[str, float]) -> float | None:
+    """Milliseconds of a copy of the tensor, or the GEMM alone; fp32: three fp16 products, its price on tensor cores."""
+    if case.kind == BN2D:
+        return timings[COPY].median if COPY in timings else None
+    if case.precision == "fp32":
+        return 3 * case.work[0] / ceilings["fp16"] / 1e9 if "fp16" in ceilings else None
+    return timings[GEMM].median if GEMM in timings else None

@@ -45,6 +45,8 @@ class Row:
     relative_error: float | None = None  # Frobenius
     rowwise_error: float | None = None  # of a @ b: largest over an output's ||row of a|| * ||column of b||
     componentwise_error: float | None = None  # of a @ b: largest over an output's sum of |a| |b|
+    gradient_errors: dict[str, float] | None = None  # of a step, by gradient: Frobenius (gradients.py)
+    peak_bytes: int | None = None  # of a step: the most that was allocated in it beside what was there before
     exact_tiles: float | None = None  # of a @ b by the split: share of the tiles recomputed in plain float32
     path: str = ""  # of a product: which of SPLIT and SGEMM the layer takes at this size
     status: str = OK
@@ -67,6 +69,11 @@ class Row:
         if self.valid_ms is None or self.limit_ms is None:
             return None
         return 100 * self.limit_ms / self.valid_ms
+
+
+def first_line(exception: Exception) -> str:
+    """What a row says of an exception."""
+    return f"{type(exception).__name__}: {exception}".splitlines()[0]
 
 
 def ratio(mine: float, other: float) -> float:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import accuracy, bars, crossover, split_report
+from . import accuracy, bars, crossover, split_report, step_report, steps
 from .records import COMPILE, COPY, EAGER, GEMM, OK, OURS, Row, Run
-from .tables import DASH, NOT_REACHED, duration, markdown_table, number, terminal_table, times
+from .tables import DASH, NOT_REACHED, duration, markdown_table, number, terminal_table, time_or_status, times
 
 NO_SPEED = "No CUDA GPU here: reduced sizes on the CPU path. The errors are checked; the speeds mean nothing."
 FORWARD_SUITES = ("workloads", "sweep")
@@ -43,6 +43,13 @@ def headline(run: Run) -> list[str]:
         rates = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items() if name != "copy")
         lines.append(f"measured ceilings: copy {run.ceilings['copy'] / 1e3:.2f} TB/s; GEMM {rates} TFLOP/s")
     return lines
+
+
+def took(run: Run) -> str:
+    """The time of every suite, compilation and checks included."""
+    seconds = run.options["took"]
+    each = ", ".join(f"{suite} {value:.0f} s" for suite, value in seconds.items())
+    return f"took: {each}; {sum(seconds.values()):.0f} s in all"
 
 
 def cells(run: Run, row: Row) -> dict[str, str]:
@@ -82,7 +89,11 @@ def suite_table(run: Run, suite: str) -> Table:
     return table
 
 
-TABLES = {accuracy.SUITE: split_report.accuracy_table, crossover.SUITE: split_report.crossover_table}
+TABLES = {
+    accuracy.SUITE: split_report.accuracy_table,
+    crossover.SUITE: split_report.crossover_table,
+    steps.SUITE: step_report.table,
+}
 
 
 def show(run: Run, out: Console, suites: Collection[str] | None = None) -> None:
@@ -91,6 +102,8 @@ def show(run: Run, out: Console, suites: Collection[str] | None = None) -> None:
         out.print(line, highlight=False)
     if not run.on_gpu:
         out.print(NO_SPEED, style="bold yellow", highlight=False)
+    if run.options.get("took"):
+        out.print(took(run), highlight=False)
     for suite in dict.fromkeys(row.suite for row in run.rows):
         if suites is None or suite in suites:
             out.print(TABLES[suite](run) if suite in TABLES else suite_table(run, suite))
@@ -109,12 +122,6 @@ def bar_cells(outcome: bars.Outcome) -> list[str]:
     return [outcome.bar.what, outcome.bar.text, measured, f"{verdict} ({outcome.note})" if outcome.note else verdict]
 
 
-def _markdown_time(row: Row | None) -> str:
-    if row is None:
-        return DASH
-    return duration(row, row.ms) if row.status == OK else row.status
-
-
 def markdown(run: Run) -> str:
     """One line a case: times in ms, our speed-ups, and the errors against float64."""
     header = ["forward", "eager", "torch.compile", "cutlass_bn", "x eager", "x compile", "% of limit"]
@@ -129,9 +136,9 @@ def markdown(run: Run) -> str:
         lines.append(
             [
                 name,
-                _markdown_time(eager),
-                _markdown_time(compiled),
-                f"**{_markdown_time(ours)}**",
+                time_or_status(eager),
+                time_or_status(compiled),
+                f"**{time_or_status(ours)}**",
                 times(run.speedup(ours, EAGER)),
                 times(run.speedup(ours, COMPILE)),
                 number(ours.percent_of_limit, ".0f"),

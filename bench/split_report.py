@@ -12,9 +12,8 @@ from rich.text import Text
 from . import accuracy, crossover, products
 from .cases import GEMM_SCALE_BN
 from .records import FAILED, OK, SGEMM, SPLIT, Row, Run, ratio
-from .tables import DASH, markdown_table, number, terminal_table
+from .tables import DASH, NOT_RECORDED, markdown_table, number, terminal_table
 
-NOT_RECORDED = "Not in the recorded run."
 Lines = list[list[str]]
 
 ACCURACY_HEADER = [
@@ -32,7 +31,7 @@ ACCURACY_HEADER = [
 ACCURACY_LEGEND = (
     "Relative error: Frobenius norm. Per output: the largest error over the norms of its x row and W row. "
     "Elementwise: the largest error over its sum of |x| |w|. Exact tiles: of the output, recomputed in plain float32 "
-    "because a row holds more than the split can."
+    "because the split doesn't answer for one of their products."
 )
 
 

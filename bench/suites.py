@@ -13,11 +13,11 @@ from torch import nn
 
 import cutlass_bn
 
-from . import accuracy, cases, crossover, peers, products
-from .cases import BN2D, Case, matmul_precision
+from . import accuracy, cases, crossover, peers, products, steps
+from .cases import Case, matmul_precision
 from .errors import Error, broken_contracts, measure_error, oracle
 from .peers import Builders, Variant
-from .records import COPY, EAGER, ERROR, FAILED, GEMM, OURS, Row
+from .records import EAGER, ERROR, FAILED, GEMM, OURS, Row, first_line
 from .timing import Timing, host_time, interleave, kernel_times, set_time
 
 
@@ -59,7 +59,7 @@ def measure(
         timings = interleave(calls, options.device, options.seconds)
     for name, timing in timings.items():
         set_time(rows[name], timing)
-    limit = _limit(case, timings, ceilings or {})
+    limit = peers.limit(case, timings, ceilings or {})
     for row in rows.values():
         row.limit_ms = limit
         row.work, row.unit = case.work
@@ -91,19 +91,10 @@ def _check(
                     row.status, row.detail = FAILED, "; ".join(broken)
             del y
         except Exception as exception:  # whatever a peer raises is its own row's result
-            row.status, row.detail = ERROR, _first_line(exception)
+            row.status, row.detail = ERROR, first_line(exception)
         else:
             ready[name] = variant
     return rows, ready
-
-
-def _limit(case: Case, timings: dict[str, Timing], ceilings: dict) -> float | None:
-    """A copy of the tensor, or the GEMM alone; for fp32 three fp16 products, its price on tensor cores."""
-    if case.kind == BN2D:
-        return timings[COPY].median if COPY in timings else None
-    if case.precision == "fp32":
-        return 3 * case.work[0] / ceilings["fp16"] / 1e9 if "fp16" in ceilings else None
-    return timings[GEMM].median if GEMM in timings else None
 
 
 def overhead(options: Options) -> list[Row]:
@@ -121,12 +112,17 @@ def overhead(options: Options) -> list[Row]:
     blocks = 3 if not options.on_gpu else 10 if options.quick else 40
     rows = []
     for name, (x, modules) in pairs.items():
-        for training in (True, False):
-            calls = {variant: partial(module.train(training), x) for variant, module in modules.items()}
-            with torch.no_grad():
-                timings = host_time(calls, device, blocks)
+        for mode in ("train", "eval", "step"):
+            for module in modules.values():
+                module.train(mode != "eval")
+            if mode == "step":  # of fewer calls a block, as each has many more kernels
+                calls = {variant: steps.repeated(module, x) for variant, module in modules.items()}
+                timings = host_time(calls, device, blocks, calls_a_block=20)
+            else:
+                with torch.no_grad():
+                    timings = host_time({v: partial(module, x) for v, module in modules.items()}, device, blocks)
             for variant, timing in timings.items():
-                row = Row("overhead", f"overhead {name} fp32 {'train' if training else 'eval'}", variant, metric="cpu")
+                row = Row("overhead", f"overhead {name} fp32 {mode}", variant, metric="cpu")
                 set_time(row, timing)
                 rows.append(row)
     return rows
@@ -190,7 +186,7 @@ class Step:
         try:
             return self.measure(ceilings)
         except Exception as exception:
-            return [Row(self.suite, self.name, OURS, status=ERROR, detail=_first_line(exception))]
+            return [Row(self.suite, self.name, OURS, status=ERROR, detail=first_line(exception))]
 
 
 def _case_steps(suite: str, options: Options) -> list[Step]:
@@ -200,12 +196,26 @@ def _case_steps(suite: str, options: Options) -> list[Step]:
     ]
 
 
+def _training_steps(options: Options) -> list[Step]:
+    found = [case if options.on_gpu else case.reduced() for case in cases.steps(options.quick)]
+    return [
+        Step(
+            steps.SUITE,
+            steps.step_name(case),
+            lambda ceilings, case=case: steps.measure(
+                case, options.device, options.seconds, ceilings, build=lambda *of: build_variants(*of, options)
+            ),
+        )
+        for case in found
+    ]
+
+
 def _kernel_steps(options: Options) -> list[Step]:
-    steps = [
+    calls = [
         Step("kernels", f"kernels {case.name}", lambda _, case=case: time_kernels(case, options))
         for case in cases.kernels(options.quick)
     ]
-    return steps + [
+    return calls + [
         Step("kernels", problem.name, lambda _, problem=problem: problem.measure(options.device, options.seconds))
         for problem in products.problems()
     ]
@@ -227,6 +237,7 @@ def _crossover_steps(options: Options) -> list[Step]:
 
 _STEPS: dict[str, Callable[[Options], list[Step]]] = {
     "workloads": partial(_case_steps, "workloads"),
+    steps.SUITE: _training_steps,
     "sweep": partial(_case_steps, "sweep"),
     "overhead": lambda options: [Step("overhead", "overhead", lambda _: overhead(options))],
     "kernels": _kernel_steps,
@@ -239,13 +250,9 @@ GPU_SUITES = ("kernels", "accuracy", "crossover")  # of kernels, which a CPU has
 
 def plan(suites: Iterable[str], options: Options) -> list[Step]:
     """The steps in the order to run, one that two suites share once."""
-    steps: dict[str, Step] = {}
+    planned: dict[str, Step] = {}
     for suite in suites:
         for step in _STEPS[suite](options) if options.on_gpu or suite not in GPU_SUITES else ():
             if options.only in step.name:
-                steps.setdefault(step.name, step)
-    return list(steps.values())
-
-
-def _first_line(exception: Exception) -> str:
-    return f"{type(exception).__name__}: {exception}".splitlines()[0]
+                planned.setdefault(step.name, step)
+    return list(planned.values())

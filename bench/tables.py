@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from .records import FAILED, Row
+from .records import FAILED, OK, Row
 
 DASH = "-"
+NOT_RECORDED = "Not in the recorded run."
 NOT_REACHED = "not reached"
 
 
@@ -22,6 +23,13 @@ def duration(row: Row, value: float | None) -> str:
     if value is None:
         return DASH
     return f"{value:#.4g}" if row.metric == "device" else f"{1e3 * value:.1f}"
+
+
+def time_or_status(row: Row | None) -> str:
+    """A wrong result has no speed."""
+    if row is None:
+        return DASH
+    return duration(row, row.ms) if row.status == OK else row.status
 
 
 def times(value: float | None) -> str:

@@ -63,16 +63,24 @@ def assert_y_keeps_contract(y: Tensor, exact: Exact, weight: Tensor | None = Non
     assert worst < 1, f"error of y is {worst:.2f} times what the contract allows"
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    """Largest absolute error, relative to the largest value."""
-    return ((actual.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()
+def error(actual: Tensor, exact: Tensor, scale: float = 0.0) -> float:
+    """Largest absolute error, relative to the largest value or, where that is larger, to `scale`."""
+    return ((actual.double() - exact).abs().max() / exact.abs().max().clamp_min(max(scale, 1e-30))).item()
 
 
-def assert_no_worse(actual: Tensor, exact: Tensor, peer: Tensor, factor: float = 2.0) -> None:
+def spread(terms: Tensor) -> float:
+    """How large sums of [N, C, ...] over all but C get where signs are random: the largest root of a sum of squares.
+
+    The scale of their errors: a sum that happens to be much smaller is no more exact for that, in whatever order.
+    """
+    return terms.double().square().sum([dim for dim in range(terms.dim()) if dim != 1]).max().sqrt().item()
+
+
+def assert_no_worse(actual: Tensor, exact: Tensor, peer: Tensor, factor: float = 2.0, scale: float = 0.0) -> None:
     """`peer` is PyTorch's result in the same dtype; half a unit in the last place is forgiven to both."""
     assert actual.dtype == peer.dtype
     assert actual.shape == exact.shape
-    ours, theirs = error(actual, exact), error(peer, exact)
+    ours, theirs = error(actual, exact, scale), error(peer, exact, scale)
     allowed = factor * max(theirs, torch.finfo(actual.dtype).eps)
     assert ours <= allowed, f"error {ours:.3e}, PyTorch's {theirs:.3e}, allowed {allowed:.3e}"
 

@@ -31,7 +31,7 @@ def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, T
     high = scaled.float().half()
     low = ((scaled - high.double()) * 4096).float().half()
     held = (high.float() + low.float() / 4096) * torch.exp2(-exponents.float())[:, None]
-    lossy = ((held - x).abs() > x.abs() * 2**-20) | ((scaled - high.double()).abs() > scaled.abs() * 2**-10)
+    lossy = ((held - x).abs() * 2**20 > x.abs()) | ((scaled - high.double()).abs() > scaled.abs() * 2**-10)
     large = (x.abs() >= (largest * 2**-12).clamp(min=2.0**-149)[:, None]).sum(1)
     large = torch.where(largest == 0, k * finite, large).to(torch.int32)
     census = large + LOSSY * (~finite | lossy.any(1)).to(torch.int32)

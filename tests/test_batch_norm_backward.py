@@ -120,8 +120,10 @@ def test_no_worse_than_torch(case, training, device):
     exact = layer.gradients(grad, training, F.batch_norm, torch.float64)
     aligned = Layer(layer.x.clone(), layer.weight, layer.bias, layer.mean, layer.var)
     peers = aligned.gradients(grad.clone(), training, F.batch_norm)
-    for actual, truth, peer in zip(ours, exact, peers, strict=True):
-        oracle.assert_no_worse(actual, truth, peer)
+    normalised = oracle.batch_norm(layer.x, running=None if training else (layer.mean, layer.var)).y
+    scales = 0.0, oracle.spread(grad * normalised), oracle.spread(grad)
+    for actual, truth, peer, scale in zip(ours, exact, peers, scales[: len(ours)], strict=True):
+        oracle.assert_no_worse(actual, truth, peer, scale=scale)
     assert ours[0].stride() == layer.x.stride()
 
 
@@ -176,8 +178,13 @@ def test_sums_of_large_half_gradients_do_not_overflow(shape, channels_last, trai
     exact = layer.gradients(grad, training, F.batch_norm, torch.float64)
     ours = layer.gradients(grad, training)
     assert exact[2].abs().max() > 1e8
-    for actual, truth in zip(ours[1:], exact[1:], strict=True):
-        assert oracle.error(actual, truth) < 1e-6
+    assert oracle.error(ours[2], exact[2]) < 1e-6
+    errors = (ours[1].double() - exact[1]).abs()
+    assert (errors < 1e-6 * exact[1].abs().max())[torch.arange(shape[1], device=device) != 1].all()
+    # Where all gradients are the same their products with x - mean cancel, and two roundings of x - mean don't: the
+    # mean's is the same in all, and those of the differences depend on few bits of x.
+    normalised = oracle.batch_norm(layer.x, running=None if training else (layer.mean, layer.var)).y
+    assert errors[1] <= 2 * 2.0**-24 * (grad * normalised)[:, 1].abs().sum()
     allowed = torch.finfo(F16).eps * exact[0].abs() + 1e-6 * 6e4
     fits = exact[0].abs() < 6e4
     assert ((ours[0].double() - exact[0]).abs() <= allowed)[fits].all()

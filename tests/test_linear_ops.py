@@ -119,7 +119,7 @@ def test_backward_keeps_the_products_of_the_forward(name, create_graph, products
         expected = backward if name == "transform" else forward + backward
     for hopper, smallest, wanted in ((True, k, expected), (True, k + 1, []), (False, k, [])):
         monkeypatch.setattr(ops, "_is_hopper", lambda _, hopper=hopper: hopper)
-        monkeypatch.setattr(ops, "_SPLIT_BACKWARD_SIZE", smallest)
+        monkeypatch.setattr(ops, "_SPLIT_SIZES", (smallest, 0, 0))
         y = getattr(ops, name)(*args)
         torch.autograd.grad(y.sum(), args[:2], create_graph=create_graph)  # an expanded gradient
         assert sizes == (wanted if products == "split" else [])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from linear_cases import BF16, FP16, TRAINING, fp32_precision, max_error
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cutlass_bn import LinearBatchNorm1d
 from cutlass_bn.functional._linear_batch_norm import fp32_products
@@ -87,21 +88,40 @@ def test_the_precision_switch_is_not_looked_at_for_other_dtypes(dtype):
 
 
 LARGE = {"m": 1100, "k": 1024, "n": 1040}  # where float32 products are split
+SETTINGS = [(tf32, ieee_fp32) for tf32 in (False, True) for ieee_fp32 in (False, True)]
+
+
+def test_the_precision_switch_costs_one_compilation_for_each_kind_of_products():
+    torch.compiler.reset()
+    compilations = CompileCounterWithBackend("eager")
+    x = torch.zeros(1)
+
+    @torch.compile(fullgraph=True, backend=compilations)
+    def function(x, ieee_fp32):
+        return x + fp32_products(x, ieee_fp32)
+
+    for tf32, ieee_fp32 in SETTINGS * 3:
+        with fp32_precision(tf32):
+            function(x, ieee_fp32)
+    assert compilations.frame_count == len(FP32_PRODUCTS)
 
 
 @pytest.mark.gpu
 @TRAINING
 def test_compiled_code_follows_the_precision_switch(training):
     """PyTorch's, and the module's own: what is compiled gives the bits that are computed without."""
+    torch.compiler.reset()  # dynamo's limit is on the compilations of one function, here of all modules' forward
     module, x = module_and_input("cuda", **LARGE)
-    compiled = torch.compile(module.train(training), fullgraph=True, backend="aot_eager")
+    compilations = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module.train(training), fullgraph=True, backend=compilations)
     exact = separate(copy.deepcopy(module).double(), x.double())
     with torch.no_grad():
-        for tf32, module.ieee_fp32 in ((False, False), (True, False), (False, True), (True, True), (False, False)):
+        for tf32, module.ieee_fp32 in SETTINGS * 2:
             with fp32_precision(tf32):
                 y = compiled(x)
                 assert torch.equal(y, module(x))
                 assert (max_error(y, exact) > 2e-5) == tf32
+    assert compilations.frame_count == len(FP32_PRODUCTS)
 
 
 @TRAINING

@@ -280,13 +280,15 @@ def test_errors_of_the_split(change):
 @hopper
 def test_cuda_graph():
     """Captured once; a replay sees new values, rows that need plain sums among them, and gives the same bits."""
-    x, w = normal(700, 1000, "cuda"), normal(300, 1000, "cuda")
+    x, w = normal(700, 1000, "cuda"), spanning(60)(300, 1000, "cuda")
     split(x, w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         u = split(x, w)
     for values in (normal, spanning(60), normal):
         x.copy_(values(700, 1000, "cuda"))
+        plain_sums = left_to_exact_kernel(*(ops.split_fp32(t, False)[2] for t in (x, w)), 1000).any()
+        assert plain_sums == (values is not normal)
         graph.replay()
         assert torch.equal(u, split(x, w))
         assert max_error(u, exact_product(x, w)) < 1e-6

@@ -45,8 +45,8 @@ Plan choose_split_plan(Request const& r) {
     plan.reason = reason;
   } else if (!x || !w) {
     plan.reason = "neither the rows nor the columns of input or weight are contiguous, or they overlap";
-  } else if (std::max({x->rows, w->rows, x->k}) > gemm::kMaxDimension) {
-    plan.reason = "a dimension of nearly 2^31 or more";
+  } else if (std::max(x->rows, w->rows) > gemm::kMaxDimension || x->k > kMaxSplitK) {
+    plan.reason = "rows of nearly 2^31 or more, or K of 2^30 or more";
   } else if (!split_pays(x->rows, w->rows, x->k)) {
     plan.reason = "SGEMM is faster or more exact at this size";
   } else {

@@ -56,8 +56,8 @@ Tensor split_matmul(Tensor const& a, Tensor const& b) {
   check_float_matrix(b, "b");
   int64_t const m = a.size(0), n = b.size(1), k = a.size(1);
   CUTLASS_BN_CHECK(b.size(0) == k, "b: expected shape [", k, ", N], got ", shape_of(b));
-  CUTLASS_BN_CHECK(m <= gemm::kMaxDimension && n <= gemm::kMaxDimension && k <= gemm::kMaxDimension,
-                   "a, b: expected dimensions below 2^31, got ", shape_of(a), " and ", shape_of(b));
+  CUTLASS_BN_CHECK(m <= gemm::kMaxDimension && n <= gemm::kMaxDimension && k <= linear_bn::kMaxSplitK,
+                   "a, b: expected M and N below 2^31 and K below 2^30, got ", shape_of(a), " and ", shape_of(b));
   DeviceGuard const guard(a.get_device_index());
   cudaStream_t const stream = current_stream(a);
   // Rows of whole 16-byte vectors, which TMA wants; where N isn't a multiple of 4 the result is a view.

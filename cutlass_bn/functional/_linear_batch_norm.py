@@ -45,8 +45,8 @@ def linear_batch_norm(
         activation: None, "relu", "gelu" (the erf form) or "silu".
         num_batches_tracked: one int64, incremented in training.
         ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU and where that is
-            faster, by an emulation of fp32 by three fp16 products on the tensor cores, error against fp64 no larger
-            than cuBLAS SGEMM's; deterministic. Where PyTorch may use TF32, TF32 it is in either case.
+            faster, by an emulation of fp32 by three fp16 products on the tensor cores. It is deterministic and keeps
+            SGEMM's error bound (docs/numerics.md). Where PyTorch may use TF32, TF32 it is in either case.
 
     Returns:
         [M, N], contiguous. Its dtype is that of linear's output promoted with scale's, as in the separate operations.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from .. import _library, reference
 
@@ -24,7 +25,8 @@ ACTIVATION_CODES: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "silu"
 _ACTIVATIONS = tuple(ACTIVATION_CODES)
 # How float32 products are made (csrc/linear_bn/dispatch.h): as torch.mm does, in TF32, or of three fp16 products.
 FP32_PRODUCTS = {"ieee": 0, "tf32": 1, "split": 2}
-_SPLIT_BACKWARD_SIZE = 512  # with M, N and K of at least this, split_matmul is the faster one in every product
+# Where split_matmul is the faster one: M, N and K of at least the first, M * N of the second, M * N * K of the third.
+_SPLIT_SIZES = 512, 2**19, 2**28
 _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda grad, v: grad,
     lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
@@ -139,10 +141,17 @@ def _matmul(a: Tensor, b: Tensor, fp32_products: int) -> Tensor:
         fp32_products == FP32_PRODUCTS["split"]
         and a.dtype == torch.float32
         and _is_hopper(a.device)
-        and min(*a.shape, b.size(1)) >= _SPLIT_BACKWARD_SIZE
+        and _is_large(*a.shape, b.size(1))
     ):
-        return split_matmul(_unit_strided(a), _unit_strided(b))
+        return split_matmul(_unit_strided(a), _unit_strided(b)).contiguous()
     return a @ b
+
+
+def _is_large(m: int, k: int, n: int) -> bool:
+    """False, too, where a size is not known while a graph is traced."""
+    size, outputs, products = _SPLIT_SIZES
+    conditions = m >= size, k >= size, n >= size, m * n >= outputs, m * n * k >= products
+    return all(guard_or_false(condition) for condition in conditions)
 
 
 def _or(vector: Tensor | None, absent: float) -> Tensor | float:

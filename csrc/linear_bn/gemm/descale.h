@@ -34,9 +34,9 @@ struct Descale : EpilogueNode {
   struct Factor {
     float first, second;
     CUTLASS_DEVICE explicit Factor(int exponent) {
-      int const e = max(-126, min(126, -exponent));  // a row that is left to the exact kernel has a code here
-      first = __int_as_float((127 + (e >> 1)) << 23);
-      second = __int_as_float((127 + e - (e >> 1)) << 23);
+      int const half = -exponent >> 1;
+      first = __int_as_float((127 + half) << 23);
+      second = __int_as_float((127 - exponent - half) << 23);
     }
   };
 

@@ -54,7 +54,7 @@ struct FoldedBatchNorm : EpilogueNode {
         if (i >= n) continue;
         float const scale = params.scale.load_or(i, 1.f);
         float const offset = fmaf(scale, params.bias.load_or(i, 0.f), -params.running_mean.load(i));
-        float const invstd = 1.f / sqrtf(params.running_var.load(i) + params.eps);
+        float const invstd = __frsqrt_rn(params.running_var.load(i) + params.eps);
         shared->folded[column] = make_float4(scale, offset, params.gamma.load_or(i, 1.f) * invstd, params.beta.load_or(i, 0.f));
       }
     }

@@ -37,7 +37,7 @@ __device__ __forceinline__ RowScale row_scale(uint32_t largest_magnitude, int64_
 // could matter: fmaf decides as a product and a sum would.
 __device__ __forceinline__ bool is_lossy(float x, float scaled, float hi, float lo, float inverse) {
   constexpr float kLoUnit = 1.f / (1 << kSplitShift);
-  return (fabsf(fmaf(fmaf(lo, kLoUnit, hi), inverse, -x)) > fabsf(x) * kLossyShare) |
+  return (fabsf(fmaf(fmaf(lo, kLoUnit, hi), inverse, -x)) * (1 / kLossyShare) > fabsf(x)) |
          (fabsf(scaled - hi) > fabsf(scaled) * kLargestLow);
 }
 

@@ -74,6 +74,7 @@ void for_each_block(SplitOperands const& operands, gemm::Tile tile, void* memory
   CUTLASS_BN_CHECK(x.k == w.k, "split GEMM: expected operands of the same K, got ", x.k, " and ", w.k);
   CUTLASS_BN_CHECK(gemm::is_split(tile) && gemm::shape_of(tile).m == kTileRows, "split GEMM: expected a split tile, got ",
                    gemm::name_of(tile));
+  CUTLASS_BN_CHECK(x.k <= kMaxSplitK, "split GEMM: expected K of at most ", kMaxSplitK, ", got ", x.k);
   CUTLASS_BN_CHECK(memory != nullptr, "split GEMM: expected a workspace, got null");
   Workspace const workspace(operands, memory);
   launch_split(w, workspace.w, workspace.scratch, stream);

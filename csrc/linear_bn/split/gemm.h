@@ -1,5 +1,5 @@
 // The split GEMM from float32 operands on: both are split into fp16 planes, multiplied by three fp16 products (gemm/launch.h), and
-// what the planes can't hold is recomputed exactly (exact_tiles.h). Six launches or fewer, no synchronisation.
+// what the planes can't hold is recomputed exactly (exact_tiles.h). No synchronisation.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,8 +16,10 @@ struct SplitOperands {
   SplitSource w;  // [N, K]
 };
 
-// x is taken by blocks of rows whose planes have at most so many bytes, one after the other in the same memory.
+// x is taken by blocks of rows whose planes have at most so many bytes (or one tile's rows), one after the other in the same memory.
 constexpr int64_t kMaxPlaneBytes = int64_t{1} << 28;
+
+constexpr int64_t kMaxSplitK = (int64_t{1} << 30) - 1;
 
 // The compensated tile where cuBLAS is likely to split a long K over idle multiprocessors, which makes its sums, too, more exact
 // (docs/performance.md); otherwise the faster one.
