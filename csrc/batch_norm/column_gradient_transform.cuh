@@ -33,8 +33,9 @@ __global__ void __launch_bounds__(kThreads, ColumnTransformShape<After, V>::kBlo
                                      __grid_constant__ After const after, __grid_constant__ ColumnSegments const s) {
   using Shape = ColumnTransformShape<After, V>;
   __shared__ float mean[kMaxBlockChannels], mean_dy[kMaxBlockChannels], slope[kMaxBlockChannels], gain[kMaxBlockChannels],
-      shift[kMaxBlockChannels],
-      offset[Shape::kActivated ? kMaxBlockChannels : 1];  // column vector * V + v is at v * kColumnVectors + vector
+      shift[kMaxBlockChannels], offset[Shape::kActivated ? kMaxBlockChannels : 1];
+  // Of a matrix, column vector * V + v is at v * kColumnVectors + vector, so that the threads of a warp read adjacent words.
+  auto const place_of = [](uint32_t vector, uint32_t v) { return v * kColumnVectors + vector; };
   wait_for_previous_kernel();
   allow_next_kernel();
 
@@ -42,8 +43,9 @@ __global__ void __launch_bounds__(kThreads, ColumnTransformShape<After, V>::kBlo
   int64_t const first_channel = int64_t(lane) * s.block_channels;
   for (int c = threadIdx.x; c < s.block_channels && first_channel + c < s.channels; c += kThreads) {
     GradientMap const map = load_map(maps, first_channel + c);
-    mean[c] = map.mean, mean_dy[c] = map.mean_dy, slope[c] = map.slope, gain[c] = map.gain, shift[c] = map.shift;
-    if constexpr (Shape::kActivated) offset[c % V * kColumnVectors + c / V] = load_offset(maps, first_channel + c);
+    uint32_t const at = Shape::kActivated ? place_of(c / V, c % V) : c;
+    mean[at] = map.mean, mean_dy[at] = map.mean_dy, slope[at] = map.slope, gain[at] = map.gain, shift[at] = map.shift;
+    if constexpr (Shape::kActivated) offset[at] = load_offset(maps, first_channel + c);
   }
   __syncthreads();
 
@@ -53,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, ColumnTransformShape<After, V>::kBlo
   GradientMap map[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    uint32_t const c = s.channel_of(vector * V + v);
-    map[v] = {mean[c], mean_dy[c], slope[c], gain[c], shift[c]};
+    uint32_t const at = Shape::kActivated ? place_of(vector, v) : s.channel_of(vector * V + v);
+    map[v] = {mean[at], mean_dy[at], slope[at], gain[at], shift[at]};
   }
   int64_t dy_row_stride = s.row_stride, dx_row_stride = s.row_stride;
   if constexpr (Shape::kActivated) dy_row_stride = after.dy_row_stride, dx_row_stride = after.dx_row_stride;
@@ -77,8 +79,7 @@ __global__ void __launch_bounds__(kThreads, ColumnTransformShape<After, V>::kBlo
       if (r >= s.rows) return;
       auto const transform = [&](auto const& gradient) {
         values[i].transform([&](int v, float value) {
-          float const activated =
-              Shape::kActivated ? fmaf(value - map[v].mean, map[v].gain, offset[v * kColumnVectors + vector]) : 0.f;
+          float const activated = Shape::kActivated ? fmaf(value - map[v].mean, map[v].gain, offset[place_of(vector, v)]) : 0.f;
           return map[v](gradient(gradients[i][v], activated), value);
         });
       };
