@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 from batch_norm_cases import Shape
-from linear_cases import BF16, FP16, Case, fp32_precision, fused, hopper, make_layer, max_error
+from linear_cases import BF16, FP16, Case, fp32_precision, fused, gradients, hopper, make_layer, max_error, unfused
 from linear_cases import oracle as linear_oracle
 from split_cases import excess, left_to_exact_kernel, normal, spanning, split_reference
 
@@ -128,3 +128,14 @@ def test_linear_batch_norm(case):
             y = fused(on_gpu, training, momentum=None if training else 0.1).cpu()
         exact, _ = linear_oracle(layer, training)
         assert max_error(y, exact) < (2e-2 if case.dtype != F32 or case.tf32 else 1e-5)
+
+
+@pytest.mark.parametrize("case", [LINEAR[i] for i in (0, 1, 2, 5, 8)], ids=lambda case: case.why.replace(" ", "-"))
+def test_linear_batch_norm_backward(case):
+    layer, dy = make_layer(case, "cpu"), torch.randn(case.m, case.n)
+    on_gpu = layer.map(lambda t: t.cuda())
+    with fp32_precision(case.tf32):
+        found = gradients(fused, on_gpu, True, dy.cuda())
+    for name, expected in gradients(unfused, layer.double(), True, dy).items():
+        if name not in ("bias", "scale"):
+            assert max_error(found[name].cpu(), expected) < (3e-2 if case.dtype != F32 or case.tf32 else 1e-5), name

@@ -111,7 +111,7 @@ def test_the_switch():
     assert torch.equal(product(x, w, ieee_fp32=True), sgemm)
     u, stats = ops.stats(x, w, None, None, None, None, None, 0.1, 1e-5, ops.FP32_PRODUCTS["ieee"])
     assert torch.equal(u, sgemm)
-    y = ops.transform(x, w, None, None, None, None, u, stats, 0, torch.float32, ops.FP32_PRODUCTS["ieee"])
+    y = ops.transform(x, w, None, None, None, None, u, stats, 1e-5, 0, torch.float32, ops.FP32_PRODUCTS["ieee"])
     assert torch.equal(linear_batch_norm(x, w, training=True, ieee_fp32=True), y)
     split = product(x, w)
     assert not torch.equal(split, sgemm)

@@ -1,4 +1,5 @@
-// From sums over tiles to dweight, dbias and the coefficients of dx.
+// From sums over tiles to dweight, dbias, dscale and the coefficients of dx.
+#include "batch_norm/gradient_map.cuh"
 #include "batch_norm/launch.h"
 #include "common/launch.cuh"
 
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kFinalizeThreads) gradient_finalize_kernel(__g
   bool const valid = channel < p.channels;
 
   // The first threads will need these at the end: asked for now, they arrive meanwhile.
-  float mean = 0.f, remainder = 0.f, invstd = 0.f, running_var = 0.f, weight = 1.f;
+  float mean = 0.f, remainder = 0.f, invstd = 0.f, running_var = 0.f, scale = 1.f, weight = 1.f, bias = 0.f;
   if (valid && slice == 0) {
     if (p.stats != nullptr) {
       mean = p.stats[channel];
@@ -38,7 +39,9 @@ __global__ void __launch_bounds__(kFinalizeThreads) gradient_finalize_kernel(__g
     } else if (p.running_var) {
       running_var = p.running_var.load(channel);
     }
+    scale = p.scale.load_or(channel, 1.f);
     weight = p.weight.load_or(channel, 1.f);
+    bias = p.bias.load_or(channel, 0.f);
   }
 
   WideSums sums;
@@ -62,20 +65,25 @@ __global__ void __launch_bounds__(kFinalizeThreads) gradient_finalize_kernel(__g
 
   // The tiles were centred on the rounded mean.
   double const product = sums.product - double(remainder) * sums.dy;
-  double const scale = p.stats != nullptr ? double(invstd) : rsqrt(double(running_var) + p.eps);
+  double const wide_invstd = p.stats != nullptr ? double(invstd) : rsqrt(double(running_var) + p.eps);
+  double const factor = double(scale) * wide_invstd;  // of x - mean in x^
   if (p.dbias) p.dbias.store(channel, sums.dy);
-  if (p.dweight) p.dweight.store(channel, product * scale);
+  if (p.dweight) p.dweight.store(channel, product * factor);
+  // sum(dz * (x - mean)) is weight * invstd * product * (1 - factor^2 * var), and 1 - factor^2 * var is eps * invstd^2.
+  if (p.dscale) p.dscale.store(channel, double(weight) * product * p.eps * wide_invstd * wide_invstd * wide_invstd);
   if (p.maps.main == nullptr) return;
-  double const mean_dy = sums.dy / double(p.rows), gain = double(weight) * scale;
-  float const rounded_mean_dy = float(mean_dy), slope = float(scale * scale * (product / double(p.rows)));
-  p.maps.main[channel] = make_float4(mean, rounded_mean_dy, slope, float(gain));
-  p.maps.shift[channel] = float(gain * (double(slope) * double(remainder) - (mean_dy - double(rounded_mean_dy))));
+  float const gain = activated_gain(weight, scale, invstd);
+  double const mean_dy = sums.dy / double(p.rows);
+  float const rounded_mean_dy = float(mean_dy), slope = float(factor * factor * (product / double(p.rows)));
+  p.maps.main[channel] = make_float4(mean, rounded_mean_dy, slope, gain);
+  p.maps.shift[channel] = float(double(gain) * (double(slope) * double(remainder) - (mean_dy - double(rounded_mean_dy))));
+  if (p.maps.offset != nullptr) p.maps.offset[channel] = activated_offset(bias, gain, remainder);
 }
 
 }  // namespace
 
 void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t stream) {
-  CUTLASS_BN_CHECK(params.maps.main == nullptr || params.stats != nullptr, "maps: expected stats, got none");
+  CUTLASS_BN_CHECK((params.maps.main == nullptr && !params.dscale) || params.stats != nullptr, "maps: expected stats, got none");
   auto const launch = [&](auto kernel, int64_t columns) {
     launch_kernel(kernel, dim3(static_cast<unsigned>((params.channels + columns - 1) / columns)), dim3(kFinalizeThreads), 0, stream,
                   params);

@@ -14,6 +14,10 @@ struct GradientMap {
   }
 };
 
+// v = (x - mean) * gain + offset is what the activation took, with the bits of the forward's normalize kernel.
+__device__ __forceinline__ float activated_gain(float weight, float scale, float invstd) { return weight * (scale * invstd); }
+__device__ __forceinline__ float activated_offset(float bias, float gain, float remainder) { return fmaf(-remainder, gain, bias); }
+
 // Volatile: stays behind wait_for_previous_kernel().
 __device__ __forceinline__ GradientMap load_map(GradientMaps const& maps, int64_t channel) {
   GradientMap m;
@@ -22,6 +26,12 @@ __device__ __forceinline__ GradientMap load_map(GradientMaps const& maps, int64_
                : "l"(maps.main + channel));
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(m.shift) : "l"(maps.shift + channel));
   return m;
+}
+
+__device__ __forceinline__ float load_offset(GradientMaps const& maps, int64_t channel) {
+  float offset;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(offset) : "l"(maps.offset + channel));
+  return offset;
 }
 
 }  // namespace cutlass_bn::batch_norm

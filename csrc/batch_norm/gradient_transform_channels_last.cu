@@ -1,63 +1,8 @@
-// dx of the training backward where channels are adjacent (channels_last, [N, C]) or planes are small. Blocks as in
-// transform_channels_last.cu.
-#include "batch_norm/gradient_map.cuh"
+// dx of BatchNorm2d by the column kernel.
+#include "batch_norm/column_gradient_transform.cuh"
 #include "batch_norm/kernels.h"
-#include "batch_norm/transform_walk.cuh"
-#include "common/launch.cuh"
-#include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
-namespace {
-
-template <class T, int V>
-__global__ void __launch_bounds__(kThreads, V == 8 ? 3 : 4)
-    column_gradient_transform_kernel(T const* dy, T const* x, T* dx, __grid_constant__ GradientMaps const maps,
-                                     __grid_constant__ ColumnSegments const s) {
-  __shared__ float mean[kMaxBlockChannels], mean_dy[kMaxBlockChannels], slope[kMaxBlockChannels], gain[kMaxBlockChannels],
-      shift[kMaxBlockChannels];
-  wait_for_previous_kernel();
-  allow_next_kernel();
-
-  uint32_t const tile = blockIdx.x / s.lanes, lane = blockIdx.x - tile * s.lanes;
-  int64_t const first_channel = int64_t(lane) * s.block_channels;
-  for (int c = threadIdx.x; c < s.block_channels && first_channel + c < s.channels; c += kThreads) {
-    GradientMap const map = load_map(maps, first_channel + c);
-    mean[c] = map.mean, mean_dy[c] = map.mean_dy, slope[c] = map.slope, gain[c] = map.gain, shift[c] = map.shift;
-  }
-  __syncthreads();
-
-  int const thread_row = threadIdx.x / s.block_vectors, vector = threadIdx.x - thread_row * s.block_vectors;
-  int64_t const column = (int64_t(lane) * s.block_vectors + vector) * V;
-  if (thread_row >= s.block_rows || column >= s.columns) return;
-  GradientMap map[V];
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    uint32_t const c = s.channel_of(vector * V + v);
-    map[v] = {mean[c], mean_dy[c], slope[c], gain[c], shift[c]};
-  }
-  int64_t row = int64_t(tile) * s.rows_per_block() + thread_row;
-#pragma unroll 1
-  for (int batch = 0; batch < kTransformBatches; ++batch, row += s.block_rows * kTransformAccesses) {
-    Packet<T, V> gradients[kTransformAccesses], values[kTransformAccesses];
-#pragma unroll
-    for (int i = 0; i < kTransformAccesses; ++i) {
-      int64_t const r = row + i * s.block_rows;
-      if (r < s.rows) {
-        gradients[i].load(dy + r * s.row_stride + column);
-        values[i].load(x + r * s.row_stride + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kTransformAccesses; ++i) {
-      int64_t const r = row + i * s.block_rows;
-      if (r >= s.rows) return;
-      gradients[i].transform([&](int v, float gradient) { return map[v](gradient, values[i][v]); });
-      gradients[i].store(dx + r * s.row_stride + column);
-    }
-  }
-}
-
-}  // namespace
 
 void launch_column_gradient_transform(GradientTransformParams const& p, cudaStream_t stream) {
   bool const aligned = is_aligned(p.dy) && is_aligned(p.x) && is_aligned(p.dx);
@@ -65,8 +10,9 @@ void launch_column_gradient_transform(GradientTransformParams const& p, cudaStre
     using T = typename decltype(tag)::type;
     constexpr int V = decltype(width)::value;
     ColumnSegments const segments = cut_columns(p.view, V);
-    launch_kernel(column_gradient_transform_kernel<T, V>, dim3(static_cast<unsigned>(segments.blocks())), dim3(kThreads), 0, stream,
-                  static_cast<T const*>(p.dy), static_cast<T const*>(p.x), static_cast<T*>(p.dx), p.maps, segments);
+    launch_kernel(column_gradient_transform_kernel<T, T, V, SameRows>, dim3(static_cast<unsigned>(segments.blocks())),
+                  dim3(kThreads), 0, stream, static_cast<T const*>(p.dy), static_cast<T const*>(p.x), static_cast<T*>(p.dx), p.maps,
+                  SameRows{}, segments);
   });
 }
 

@@ -6,7 +6,9 @@
 //   dx = weight * invstd * (dy - dbias / n - x^ * dweight / n)      in training
 //   dx = weight * invstd * dy                                       in eval, where mean and invstd are constants
 // launch_gradient_sums, launch_gradient_finalize and, in training, launch_gradient_transform. In eval dx is launch_transform of dy
-// with the running variance alone.
+// with the running variance alone. Where the layer normalises z = scale * x, dx = scale * dz, and as sums of x - mean are 0,
+//   dscale = sum(dz * (x - mean)) = weight * eps * invstd^3 * sum(dy * (x - mean))
+// without cancellation, and exact where scale is 0.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,5 +42,10 @@ void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t
 
 // dx in training. One kernel.
 void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
+
+// The first and the third of these for the columns of a matrix that are scaled before and activated after the normalisation, with
+// dv = dy * act'(v) in place of dy. One kernel each.
+void launch_activated_sums(ActivatedSumsParams const& params, cudaStream_t stream);
+void launch_activated_transform(ActivatedTransformParams const& params, cudaStream_t stream);
 
 }  // namespace cutlass_bn::batch_norm

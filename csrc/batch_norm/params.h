@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/activation.h"
 #include "common/channel_vector.h"
 #include "common/dtype.h"
 
@@ -60,8 +61,9 @@ struct GradientSumsParams {
 
 // dx = (dy - mean_dy - (x - mean) * slope) * gain + shift of one channel; shift is what rounding left of both means.
 struct GradientMaps {
-  float4* main = nullptr;  // [channels]: mean, mean_dy, slope, gain
-  float* shift = nullptr;  // [channels]
+  float4* main = nullptr;   // [channels]: mean, mean_dy, slope, gain
+  float* shift = nullptr;   // [channels]
+  float* offset = nullptr;  // [channels]: v = (x - mean) * gain + offset; null where no activation follows
 };
 
 struct GradientFinalizeParams {
@@ -71,8 +73,11 @@ struct GradientFinalizeParams {
   int64_t rows = 0;              // values per channel
   float const* stats = nullptr;  // [3, channels] of common/finalize.h; null: eval, with the running statistics
   ChannelVector running_var;     // [channels]; only where stats is null, and for dweight
-  double eps = 1e-5;             // goes with running_var
-  ChannelVector weight;          // [channels], for maps; absent: 1
+  double eps = 1e-5;             // goes with running_var, and with dscale
+  ChannelVector scale;           // [channels], of x before the normalisation, as in common/finalize.h; absent: 1
+  ChannelVector weight;          // [channels], for maps and dscale; absent: 1
+  ChannelVector bias;            // [channels], for maps.offset; absent: 0
+  MutableChannelVector dscale;   // [channels]; absent: not asked for; only with stats
   MutableChannelVector dweight;  // [channels]; absent: not asked for
   MutableChannelVector dbias;    // [channels]; absent: not asked for
   GradientMaps maps;             // absent: not asked for; only with stats
@@ -85,6 +90,31 @@ struct GradientTransformParams {
   DType dtype = DType::kFloat32;
   ChannelView view;
   GradientMaps maps;  // of GradientFinalizeParams
+};
+
+// A matrix x whose columns are the channels, and the gradient of y = activation(v), v = (x - mean) * (weight * scale * invstd) + bias.
+struct ActivatedMatrix {
+  void const* dy = nullptr;  // [rows, channels], float32 or of x's dtype
+  void const* x = nullptr;   // [rows, channels]
+  DType dy_dtype = DType::kFloat32, x_dtype = DType::kFloat32;
+  int64_t rows = 0, channels = 0;
+  int64_t dy_row_stride = 0, x_row_stride = 0;  // elements; 0 for the rows of an expanded dy
+  Activation activation = Activation::kNone;
+};
+
+struct ActivatedSumsParams {
+  ActivatedMatrix matrix;
+  float const* stats = nullptr;       // [3, channels] of common/finalize.h
+  ChannelVector scale, weight, bias;  // [channels]; absent: 1, 1, 0
+  int64_t rows_per_tile = 0;          // of choose_gradient_rows_per_tile
+  float2* partials = nullptr;         // [ceil(rows / rows_per_tile), channels]: sums of dv and dv * (x - mean) over a tile's rows
+};
+
+struct ActivatedTransformParams {
+  ActivatedMatrix matrix;
+  void* dx = nullptr;         // [rows, channels], of x's dtype
+  int64_t dx_row_stride = 0;  // elements
+  GradientMaps maps;          // of GradientFinalizeParams, with offset
 };
 
 }  // namespace cutlass_bn::batch_norm

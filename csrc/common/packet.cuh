@@ -111,4 +111,20 @@ struct Packet {
   }
 };
 
+// V elements of T in as many accesses of 16 bytes as that takes: beside a narrower tensor of which V elements are one.
+template <class T, int V>
+struct Packets {
+  static constexpr int kEach = V < kVectorWidth<T> ? V : kVectorWidth<T>;
+  Packet<T, kEach> part[V / kEach];
+
+  __device__ __forceinline__ float operator[](int i) const { return part[i / kEach][i % kEach]; }
+
+  // args: nothing, or an L2 policy.
+  template <class... Args>
+  __device__ __forceinline__ void load(T const* p, Args... args) {
+#pragma unroll
+    for (int i = 0; i < V / kEach; ++i) part[i].load(p + i * kEach, args...);
+  }
+};
+
 }  // namespace cutlass_bn

@@ -32,7 +32,13 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
       "(Tensor u, Tensor stats)");
   m.def(
       "linear_batch_norm_transform(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, "
-      "Tensor u, Tensor stats, int activation, ScalarType dtype, int fp32_products) -> Tensor");
+      "Tensor u, Tensor stats, float eps, int activation, ScalarType dtype, int fp32_products) -> Tensor");
+  // From the gradient of transform's output to those of u, scale, gamma and beta, as in batch_norm_backward. grad is of u's dtype or
+  // float32; the gradient of u is of u's dtype, in rows of whole 16-byte vectors. eps is that of stats.
+  m.def(
+      "linear_batch_norm_backward(Tensor grad, Tensor u, Tensor stats, Tensor? scale, Tensor? gamma, Tensor? beta, float eps, "
+      "int activation, bool u_grad, ScalarType? scale_grad, ScalarType? gamma_grad, ScalarType? beta_grad) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "linear_batch_norm_inference(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor running_mean, "
       "Tensor running_var, Tensor? gamma, Tensor? beta, float eps, int activation, ScalarType dtype, int fp32_products) -> Tensor");

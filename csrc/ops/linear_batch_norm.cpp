@@ -9,6 +9,7 @@
 #include "common/device_info.h"
 #include "common/finalize.h"
 #include "linear_bn/launch.h"
+#include "ops/channel_view.h"
 #include "ops/matrix_args.h"
 
 namespace cutlass_bn::ops {
@@ -40,22 +41,10 @@ DType check_out_dtype(ScalarType dtype, DType input_dtype) {
   return dtype == ScalarType::Float ? DType::kFloat32 : input_dtype;
 }
 
-Activation check_activation(int64_t code) {
-  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::kSilu),
-                   "activation: expected 0 (none), 1 (relu), 2 (gelu) or 3 (silu), got ", code);
-  return static_cast<Activation>(code);
-}
-
 linear_bn::Fp32Products check_fp32_products(int64_t code) {
   CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(linear_bn::Fp32Products::kSplit),
                    "fp32_products: expected 0 (IEEE), 1 (TF32) or 2 (split), got ", code);
   return static_cast<linear_bn::Fp32Products>(code);
-}
-
-// Row stride of u, in elements: whole 16-byte vectors, so that every N can be stored by TMA.
-int64_t padded_row(Problem const& p) {
-  int64_t const width = 16 / static_cast<int64_t>(size_of(p.dtype));
-  return (p.n + width - 1) / width * width;
 }
 
 // Of the current device.
@@ -126,7 +115,7 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
 
   DeviceGuard const guard(input.get_device_index());
   cudaStream_t const stream = current_stream(input);
-  int64_t const ldu = padded_row(p);
+  int64_t const ldu = padded_row(p.n, p.dtype);
   Tensor const u = empty_strided({p.m, p.n}, {ldu, 1}, input.scalar_type(), input.get_device_index());
   Tensor const stats = empty({3, p.n}, ScalarType::Float, input);
   finalize.stats = static_cast<float*>(stats.mutable_data_ptr());
@@ -187,11 +176,11 @@ linear_bn::NormalizeTensors normalize_tensors(Tensor const& u, Tensor const& y, 
   return tensors;
 }
 
-// input, weight, bias and fp32_products are here for the autograd formula alone: y depends on them through u and stats.
+// input, weight, bias, eps and fp32_products are here for the autograd formula alone: y depends on them through u and stats.
 Tensor linear_batch_norm_transform(Tensor const& input, Tensor const& weight, std::optional<Tensor> const& bias,
                                    std::optional<Tensor> const& scale, std::optional<Tensor> const& gamma,
-                                   std::optional<Tensor> const& beta, Tensor const& u, Tensor const& stats, int64_t activation,
-                                   ScalarType dtype, int64_t fp32_products) {
+                                   std::optional<Tensor> const& beta, Tensor const& u, Tensor const& stats, double /* eps */,
+                                   int64_t activation, ScalarType dtype, int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
   check_fp32_products(fp32_products);
   channel_vector(bias, "bias", p.n, input);
@@ -199,19 +188,15 @@ Tensor linear_batch_norm_transform(Tensor const& input, Tensor const& weight, st
   check_shape(u, "u", {p.m, p.n});
   CUTLASS_BN_CHECK(u.scalar_type() == input.scalar_type(), "u: expected ", name_of(p.dtype), " like input, got ",
                    name_of(dtype_of(u, "u")));
-  CUTLASS_BN_CHECK(p.n <= 1 || u.stride(1) == 1, "u: expected contiguous rows, got a column stride of ", u.stride(1));
-  check_on_device_of(stats, "stats", input);
-  check_shape(stats, "stats", {3, p.n});
-  CUTLASS_BN_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous(), "stats: expected contiguous float32, got ",
-                   name_of(dtype_of(stats, "stats")), " with strides ", stats.stride(0), ", ", stats.stride(1));
+  check_dense_rows(u, "u");
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
   linear_bn::NormalizeParams params;
-  params.stats = static_cast<float const*>(stats.const_data_ptr());
+  params.stats = stats_data(stats, p.n, input);
   params.n = p.n;
   params.scale = channel_vector(scale, "scale", p.n, input);
   params.gamma = channel_vector(gamma, "gamma", p.n, input);
   params.beta = channel_vector(beta, "beta", p.n, input);
-  Activation const function = check_activation(activation);
+  Activation const function = activation_of(activation);
 
   DeviceGuard const guard(input.get_device_index());
   Tensor const y = empty({p.m, p.n}, dtype, input);
@@ -234,7 +219,7 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, st
   params.gamma = channel_vector(gamma, "gamma", p.n, input);
   params.beta = channel_vector(beta, "beta", p.n, input);
   params.eps = static_cast<float>(eps);
-  Activation const function = check_activation(activation);
+  Activation const function = activation_of(activation);
 
   DeviceGuard const guard(input.get_device_index());
   cudaStream_t const stream = current_stream(input);
@@ -277,7 +262,7 @@ std::string linear_batch_norm_plan(Tensor const& input, Tensor const& weight, Sc
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
   DeviceGuard const guard(input.get_device_index());
   return linear_bn::describe(inference ? plan_for(input, weight, p.dtype, p.n, y_dtype, fp32_products)
-                                       : plan_for(input, weight, p.dtype, padded_row(p), p.dtype, fp32_products));
+                                       : plan_for(input, weight, p.dtype, padded_row(p.n, p.dtype), p.dtype, fp32_products));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// From torch tensors to the GEMMs' operands.
+// From torch's arguments to those of the GEMMs and of what is around them.
 #pragma once
 
 #include "linear_bn/dispatch.h"
@@ -8,6 +8,24 @@ namespace cutlass_bn::ops {
 
 inline linear_bn::MatrixView view_of(Tensor const& t) {
   return {t.const_data_ptr(), t.size(0), t.size(1), t.stride(0), t.stride(1)};
+}
+
+inline Activation activation_of(int64_t code) {
+  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::kSilu),
+                   "activation: expected 0 (none), 1 (relu), 2 (gelu) or 3 (silu), got ", code);
+  return static_cast<Activation>(code);
+}
+
+// Row stride of u and of its gradient, in elements: whole 16-byte vectors, so that every N can be stored by TMA.
+inline int64_t padded_row(int64_t n, DType dtype) {
+  int64_t const width = 16 / static_cast<int64_t>(size_of(dtype));
+  return (n + width - 1) / width * width;
+}
+
+inline bool has_dense_rows(Tensor const& matrix) { return matrix.size(1) <= 1 || matrix.stride(1) == 1; }
+
+inline void check_dense_rows(Tensor const& matrix, char const* name) {
+  CUTLASS_BN_CHECK(has_dense_rows(matrix), name, ": expected contiguous rows, got a column stride of ", matrix.stride(1));
 }
 
 inline Tensor split_workspace(linear_bn::SplitOperands const& operands, Tensor const& input) {

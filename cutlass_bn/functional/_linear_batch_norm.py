@@ -74,17 +74,24 @@ def linear_batch_norm(
     products = fp32_products(input, ieee_fp32)
     if not training:
         num_batches_tracked = None
-    recorded = torch.compiler.is_compiling() or _wants_grad(input, weight, bias, scale, gamma, beta)
-    with _as_it_is if recorded else _below_autograd():
-        if not of_batch:
-            return ops.inference(
-                input, weight, bias, scale, running_mean, running_var, gamma, beta, eps, code, dtype, products
-            )
-        constants: tuple[Tensor | None, ...] = (input, weight, bias, scale)
-        if recorded:  # an op that mutates cannot have a gradient
-            constants = tuple(None if t is None else t.detach() for t in constants)
-        u, stats = ops.stats(*constants, running_mean, running_var, num_batches_tracked, momentum, eps, products)
-        return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, code, dtype, products)
+    buffers = (running_mean, running_var)
+    compiling = torch.compiler.is_compiling()
+    with _as_it_is if compiling else _below_autograd():
+        u = stats = None
+        if of_batch:
+            constants: tuple[Tensor | None, ...] = (input, weight, bias, scale)
+            if compiling:  # an op that mutates cannot have a gradient
+                constants = tuple(None if t is None else t.detach() for t in constants)
+            u, stats = ops.stats(*constants, *buffers, num_batches_tracked, momentum, eps, products)
+        if compiling or not _wants_grad(input, weight, bias, scale, gamma, beta):
+            if u is None:
+                return ops.inference(input, weight, bias, scale, *buffers, gamma, beta, eps, code, dtype, products)
+            return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, eps, code, dtype, products)
+    if u is None:
+        return ops.differentiable_inference(
+            input, weight, bias, scale, *buffers, gamma, beta, eps, code, dtype, products
+        )
+    return ops.differentiable_transform(input, weight, bias, scale, gamma, beta, u, stats, eps, code, dtype, products)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:

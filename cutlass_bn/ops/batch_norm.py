@@ -74,15 +74,17 @@ def _fake_backward(grad: Tensor, input: Tensor | None, *others: Any) -> tuple[Te
     return dx, vector(weight_grad), vector(bias_grad)
 
 
-def _gradients_over_a_batch(op: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Any]:
-    """The vmap formula of a backward op: one call for each of the batched gradients (is_grads_batched)."""
+def over_a_batch(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The vmap formula of an op in a backward: one call for each of the batched gradients (is_grads_batched)."""
 
-    def formula(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def formula(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         calls = [
             op(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
-        return tuple(torch.stack(gradients) for gradients in zip(*calls, strict=True)), (0, 0, 0)
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
+        return tuple(torch.stack(gradients) for gradients in zip(*calls, strict=True)), (0,) * len(calls[0])
 
     return formula
 
@@ -171,8 +173,13 @@ def _differentiable_inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor |
     return dx, None, None, dweight, dbias, None
 
 
-def _without_wrapper(op: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """The op with its gradient for eager use: what register_autograd makes of the same functions, at less cost."""
+def without_wrapper(
+    name: str, op: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]
+) -> Any:
+    """The op with its gradient for eager use: what register_autograd makes of the same functions, at less cost.
+
+    In autograd's graph it shows as `name` and "Backward".
+    """
 
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         with below_autograd():
@@ -180,8 +187,9 @@ def _without_wrapper(op: Callable[..., Tensor], save: Callable[..., None], backw
             save(ctx, inputs, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type("BatchNorm", (torch.autograd.Function,), methods)  # autograd's graph shows BatchNormBackward
+    function: Any = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
     return function.apply
 
 
@@ -202,10 +210,14 @@ def _register() -> None:
         "cutlass_bn::batch_norm_inference", _inference_backward, setup_context=_save_for_inference
     )
     for name, op in (("backward", batch_norm_backward), ("inference_backward", batch_norm_inference_backward)):
-        torch.library.register_vmap(f"cutlass_bn::batch_norm_{name}", _gradients_over_a_batch(op))
+        torch.library.register_vmap(f"cutlass_bn::batch_norm_{name}", over_a_batch(op))
 
 
 if library_is_loaded():
     _register()
-    differentiable_transform = _without_wrapper(batch_norm_transform, _save_for_transform, _transform_backward)
-    differentiable_inference = _without_wrapper(batch_norm_inference, _save_for_inference, _inference_backward)
+    differentiable_transform = without_wrapper(
+        "BatchNorm", batch_norm_transform, _save_for_transform, _transform_backward
+    )
+    differentiable_inference = without_wrapper(
+        "BatchNorm", batch_norm_inference, _save_for_inference, _inference_backward
+    )

@@ -5,8 +5,9 @@ y = activation(BatchNorm1d(z)): `stats` computes u and the statistics of a batch
 `transform` makes y of them and carries the gradient of the whole layer, and `inference` does everything at once from
 running statistics. `split_fp32` and `split_matmul` are the float32 products of a Hopper GPU on their own.
 
-The backward is composed of ATen operations and `split_matmul`, in float32 where the input is narrower. A backward that
-is itself differentiated (create_graph) goes through `cutlass_bn.reference` instead.
+The backward of training is `backward`, from y to u and the vectors, and two matrix products; that of eval is made of
+ATen operations, in float32 where the input is narrower. A backward that is itself differentiated (create_graph) goes
+through `cutlass_bn.reference` instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from .. import _library, reference
+from .batch_norm import over_a_batch, without_wrapper
 
 ACTIVATION_CODES: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # csrc/common/activation.h
 _ACTIVATIONS = tuple(ACTIVATION_CODES)
@@ -42,6 +44,8 @@ if _library.library_is_loaded():
     stats = _ops.linear_batch_norm_stats.default
     # -> y [M, N] of `dtype` (input's or float32). Differentiable in the first six, to which u and stats belong.
     transform = _ops.linear_batch_norm_transform.default
+    # -> gradients of u, scale, gamma and beta for that of transform's output; empty where not asked for.
+    backward = _ops.linear_batch_norm_backward.default
     # -> y [M, N] of `dtype` (input's or float32) from running statistics. Differentiable in all but those.
     inference = _ops.linear_batch_norm_inference.default
     # -> which kernels such a call takes: "fused: <tile>" or "portable: <reason>".
@@ -80,6 +84,17 @@ def _fake_output(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
     """Of transform and of inference, which end in the dtype and the code of the float32 products."""
     _check_operands(input, weight)
     return input.new_empty((input.size(0), weight.size(0)), dtype=others[-2])
+
+
+def _fake_backward(grad: Tensor, u: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, u_grad, scale_grad, gamma_grad, beta_grad = others
+    torch._check(u.dim() == 2, lambda: f"u: expected 2 dimensions, got shape {list(u.shape)}")
+    torch._check(grad.shape == u.shape, lambda: f"grad: expected shape {list(u.shape)}, got {list(grad.shape)}")
+    vectors = (
+        u.new_empty((0 if dtype is None else u.size(1),), dtype=dtype or torch.float32)
+        for dtype in (scale_grad, gamma_grad, beta_grad)
+    )
+    return _empty_padded(u, *u.shape) if u_grad else u.new_empty((0,)), *vectors
 
 
 def _check_float32_matrix(matrix: Tensor, name: str) -> None:
@@ -158,7 +173,7 @@ def _or(vector: Tensor | None, absent: float) -> Tensor | float:
     return absent if vector is None else vector.float()
 
 
-def _gradients(
+def _inference_gradients(
     grad: Tensor,
     layer: _Layer,
     needs: _Needs,
@@ -167,41 +182,34 @@ def _gradients(
     unscaled: Tensor,
     normalised: Tensor,
     invstd: Tensor,
-    of_batch: bool,
 ) -> list[Tensor | None]:
     """The gradients of y = activation(normalised * gamma + beta), where normalised = (z - mean) * invstd.
 
-    All float32 [M, N] or [N]. `unscaled` is dz/dscale: u + bias, from which a batch may subtract its mean. `of_batch`:
-    mean and invstd depend on z, which takes the mean of dz and its part along `normalised` away; the bias then has no
-    effect on y.
+    All float32 [M, N] or [N]. `unscaled` is dz/dscale: u + bias.
     """
-    gamma = _or(layer.gamma, 1.0)
+    gamma, scale = _or(layer.gamma, 1.0), _or(layer.scale, 1.0)
     dv = _ACTIVATION_BACKWARDS[activation](grad.float(), normalised * gamma + _or(layer.beta, 0.0))
-    dbeta = dv.sum(0) if of_batch or needs.beta else None
-    dgamma = (dv * normalised).sum(0) if of_batch or needs.gamma else None
-    dz = dv
-    if of_batch and dbeta is not None and dgamma is not None:
-        rows = max(grad.size(0), 1)
-        dz = dv - dbeta / rows - normalised * (dgamma / rows)
-    dz = dz * (gamma * invstd)
-    du = (dz * _or(layer.scale, 1.0)).to(layer.input.dtype)
+    dz = dv * (gamma * invstd)
+    du = (dz * scale).to(layer.input.dtype)
 
-    def cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-        return None if gradient is None or like is None else gradient.to(like.dtype)
+    def total(gradient: Tensor, like: Tensor | None) -> Tensor | None:
+        return None if like is None else gradient.sum(0).to(like.dtype)
 
-    dbias = dscale = None
-    if needs.bias and layer.bias is not None:
-        dbias = torch.zeros_like(layer.bias) if of_batch else (dz * _or(layer.scale, 1.0)).sum(0)
-    if needs.scale:
-        dscale = (dz * unscaled).sum(0)
     return [
+        *_products(du, layer, needs, fp32_products),
+        total(dz * scale, layer.bias) if needs.bias else None,
+        total(dz * unscaled, layer.scale) if needs.scale else None,
+        total(dv * normalised, layer.gamma) if needs.gamma else None,
+        total(dv, layer.beta) if needs.beta else None,
+    ]
+
+
+def _products(du: Tensor, layer: _Layer, needs: _Needs, fp32_products: int) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight."""
+    return (
         _matmul(du, layer.weight, fp32_products) if needs.input else None,
         _matmul(du.t(), layer.input, fp32_products) if needs.weight else None,
-        cast(dbias, layer.bias),
-        cast(dscale, layer.scale),
-        cast(dgamma, layer.gamma) if needs.gamma else None,
-        cast(dbeta, layer.beta) if needs.beta else None,
-    ]
+    )
 
 
 def _differentiable_gradients(y: Tensor, grad: Tensor, layer: _Layer, needs: _Needs) -> list[Tensor | None]:
@@ -213,33 +221,31 @@ def _differentiable_gradients(y: Tensor, grad: Tensor, layer: _Layer, needs: _Ne
 def _setup_transform(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # All of them: the backward's own backward needs input and weight even where the first one doesn't.
     ctx.save_for_backward(*inputs[:8])
-    ctx.activation, _, ctx.fp32_products = inputs[8:]
+    ctx.eps, ctx.activation, _, ctx.fp32_products = inputs[8:]
 
 
 def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, u, batch = ctx.saved_tensors
+    *tensors, u, stats = ctx.saved_tensors
     layer, needs = _Layer(*tensors), _Needs(*ctx.needs_input_grad[:6])
+    _, _, bias, scale, gamma, beta = layer
     if torch.is_grad_enabled():
-        y = _transform_again(layer, batch[2], ctx.activation, ctx.fp32_products)
-        return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 5)
-    mean, remainder, invstd = batch
-    centred = (u.float() - mean) - remainder
-    normalised = centred * (invstd * _or(layer.scale, 1.0))
-    codes = ctx.activation, ctx.fp32_products
-    grads = _gradients(grad, layer, needs, *codes, centred, normalised, invstd, of_batch=True)
-    return (*grads, *[None] * 5)
-
-
-def _transform_again(layer: _Layer, invstd: Tensor, activation: int, fp32_products: int) -> Tensor:
-    """The training forward in differentiable operations, with the eps that invstd was made with."""
-    with torch.no_grad():
-        z = _matmul(layer.input, layer.weight.t(), fp32_products).double()
-        z = z if layer.scale is None else z * layer.scale.double()
-        eps = invstd.double() ** -2 - z.var(0, correction=0)
-    x, weight, bias, scale, gamma, beta = layer
-    return reference.linear_batch_norm(
-        x, weight, bias, scale, None, None, None, gamma, beta, True, 0.0, eps, _ACTIVATIONS[activation]
-    )
+        y = reference.linear_batch_norm(
+            layer.input, layer.weight, bias, scale, None, None, None, gamma, beta, True, 0.0, ctx.eps,
+            _ACTIVATIONS[ctx.activation],
+        )  # fmt: skip
+        return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 6)
+    needs_du = needs.input or needs.weight
+    du, *vectors = backward(
+        grad, u, stats, scale, gamma, beta, ctx.eps, ctx.activation, needs_du,
+        *(
+            vector.dtype if need and vector is not None else None
+            for vector, need in zip(layer[3:], needs[3:], strict=True)
+        ),
+    )  # fmt: skip
+    products = _products(du, layer, needs, ctx.fp32_products)
+    dbias = torch.zeros_like(bias) if needs.bias and bias is not None else None  # the mean takes the bias away again
+    vectors = [vector if need else None for vector, need in zip(vectors, needs[3:], strict=True)]
+    return (*products, dbias, *vectors, *[None] * 6)
 
 
 def _setup_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -267,7 +273,7 @@ def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         invstd = torch.rsqrt(running_var.float() + ctx.eps)
         normalised = (s * u + (s * b - running_mean.float())) * invstd
         codes = ctx.activation, ctx.fp32_products
-        grads = _gradients(grad, layer, needs, *codes, u + b, normalised, invstd, of_batch=False)
+        grads = _inference_gradients(grad, layer, needs, *codes, u + b, normalised, invstd)
     return (*grads[:4], None, None, *grads[4:], *[None] * 4)
 
 
@@ -288,18 +294,23 @@ def _register() -> None:
     for name, fake in (
         ("linear_batch_norm_stats", _fake_stats),
         ("linear_batch_norm_transform", _fake_output),
+        ("linear_batch_norm_backward", _fake_backward),
         ("linear_batch_norm_inference", _fake_output),
         ("split_fp32", _fake_split_fp32),
         ("split_matmul", _fake_split_matmul),
     ):
         torch.library.register_fake(f"cutlass_bn::{name}", fake)
-    for name, backward, setup in (
+    for name, formula, setup in (
         ("linear_batch_norm_transform", _transform_backward, _setup_transform),
         ("linear_batch_norm_inference", _inference_backward, _setup_inference),
         ("split_matmul", _split_matmul_backward, _setup_split_matmul),
     ):
-        torch.library.register_autograd(f"cutlass_bn::{name}", backward, setup_context=setup)
+        torch.library.register_autograd(f"cutlass_bn::{name}", formula, setup_context=setup)
+    for name, op in (("linear_batch_norm_backward", backward), ("split_matmul", split_matmul)):
+        torch.library.register_vmap(f"cutlass_bn::{name}", over_a_batch(op))
 
 
 if _library.library_is_loaded():
     _register()
+    differentiable_transform = without_wrapper("LinearBatchNorm", transform, _setup_transform, _transform_backward)
+    differentiable_inference = without_wrapper("LinearBatchNorm", inference, _setup_inference, _inference_backward)
