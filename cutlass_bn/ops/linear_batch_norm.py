@@ -156,7 +156,7 @@ def _matmul(a: Tensor, b: Tensor, fp32_products: int) -> Tensor:
         fp32_products == FP32_PRODUCTS["split"]
         and a.dtype == torch.float32
         and _is_hopper(a.device)
-        and _is_large(*a.shape, b.size(1))
+        and _is_large(a.size(0), a.size(1), b.size(1))
     ):
         return split_matmul(_unit_strided(a), _unit_strided(b)).contiguous()
     return a @ b
