@@ -25,13 +25,13 @@ def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, T
     finite = largest.isfinite()
     x = torch.where(finite[:, None], x, 0.0)
     largest = torch.where(finite, largest, 0.0)
-    # largest = f 2^e with f in [1/2, 1): scaled, the row's maximum is in [2^14, 2^15) unless it is denormal.
-    exponents = torch.where(largest == 0, 0, (15 - torch.frexp(largest).exponent).clamp(max=126)).to(torch.int32)
+    # largest = f 2^e with f in [1/2, 1): scaled, the row's maximum is in [2^14, 2^15).
+    exponents = torch.where(largest == 0, 0, 15 - torch.frexp(largest.double()).exponent).to(torch.int32)
     scaled = x.double() * torch.exp2(exponents.double())[:, None]
     high = scaled.float().half()
     low = ((scaled - high.double()) * 4096).float().half()
-    held = (high.float() + low.float() / 4096) * torch.exp2(-exponents.float())[:, None]
-    lossy = ((held - x).abs() * 2**20 > x.abs()) | ((scaled - high.double()).abs() > scaled.abs() * 2**-10)
+    held = high.double() + low.double() / 4096
+    lossy = ((held - scaled).abs() > scaled.abs() * 2**-20) | ((scaled - high.double()).abs() > scaled.abs() * 2**-10)
     large = (x.abs() >= (largest * 2**-12).clamp(min=2.0**-149)[:, None]).sum(1)
     large = torch.where(largest == 0, k * finite, large).to(torch.int32)
     census = large + LOSSY * (~finite | lossy.any(1)).to(torch.int32)
@@ -140,6 +140,7 @@ OPERANDS = [
 
 # Elements that are small in their row, and alone make a result.
 HIDDEN = [
+    *(Operands(f"rows of 2^{b}, two at a time", times(2.0**b, spanning(10)), sparse) for b in (-100, -112, -118, -122)),
     *(Operands(f"{b} binades", spanning(b), spanning(b)) for b in (10, 20, 28, 31, 33, 34, 36, 40, 60)),
     *(Operands(f"{b} binades, one at a time", spanning(b), identity) for b in (10, 20, 28, 33, 40, 60)),
     *(Operands(f"{b} binades, two at a time", spanning(b), sparse) for b in (10, 20, 28, 33, 40, 60)),

@@ -134,6 +134,7 @@ def test_linear_batch_norm(case):
 def test_linear_batch_norm_backward(case):
     layer, dy = make_layer(case, "cpu"), torch.randn(case.m, case.n)
     on_gpu = layer.map(lambda t: t.cuda())
+    on_gpu.num_batches_tracked = layer.num_batches_tracked.cuda()
     with fp32_precision(case.tf32):
         found = gradients(fused, on_gpu, True, dy.cuda())
     for name, expected in gradients(unfused, layer.double(), True, dy).items():

@@ -1,6 +1,6 @@
 // Epilogue visitor: takes the power of two of a split operand's row and column out of the accumulator,
 //   u[m, n] = acc[m, n] * 2^-(x_exponents[m] + w_exponents[n]).
-// A float holds no power beyond 2^+-127, and the two together may reach 2^+-252; halves of each are multiplied first. Then the first of
+// A float holds no power beyond 2^+-127, and the two together may be far beyond; halves of each are multiplied first. Then the first of
 // the two factors can only under- or overflow where the result does, so that it is rounded once at most.
 #pragma once
 

@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t magnitude(uint32_t float_bits) { return floa
 constexpr float kLargeShare = 1.f / (1 << 12), kLossyShare = 1.f / (1 << 20), kLargestLow = 1.f / (1 << 10);
 
 struct RowScale {
-  float scale, inverse;  // 2^exponent, 2^-exponent; both normal
+  float scale, rest;  // together 2^exponent; the rest is not 1 where the row's maximum is below 2^-112
   int32_t exponent;
   bool zero;        // the planes are zero, whatever the elements
   uint32_t large;   // least magnitude of a large element; never that of a zero
@@ -23,22 +23,29 @@ struct RowScale {
 };
 
 __device__ __forceinline__ RowScale row_scale(uint32_t largest_magnitude, int64_t k) {
-  constexpr int kBias = 127;
+  constexpr int kBias = 127, kLargestPower = 126;
   int const biased = static_cast<int>(largest_magnitude >> 23);  // floor(log2) + kBias; 0 where denormal
   bool const finite = biased < 255;
   bool const zero = largest_magnitude == 0 || !finite;
-  int const exponent = zero ? 0 : min(14 + kBias - biased, 126);
+  int const log2 = biased > 0 ? biased - kBias : -118 - __clz(static_cast<int>(largest_magnitude));
+  int const exponent = zero ? 0 : 14 - log2;
+  int const power = min(exponent, kLargestPower);
   uint32_t const large = __float_as_uint(__uint_as_float(largest_magnitude) * kLargeShare);
-  return {__int_as_float((kBias + exponent) << 23),     __int_as_float((kBias - exponent) << 23), exponent, zero, max(large, 1u),
+  return {__int_as_float((kBias + power) << 23),
+          __int_as_float((kBias + exponent - power) << 23),
+          exponent,
+          zero,
+          max(large, 1u),
           finite ? static_cast<uint32_t>(k) : kLossyRow};
 }
 
-// Whether hi and lo are further from x than kLossyShare of it, or lo is more of it than kLargestLow. Nothing is rounded where that
-// could matter: fmaf decides as a product and a sum would.
-__device__ __forceinline__ bool is_lossy(float x, float scaled, float hi, float lo, float inverse) {
+// Whether hi and lo are further from x than kLossyShare of it, or lo is more of it than kLargestLow. scaled: x * 2^exponent, exact
+// unless it underflows, and then hi and lo are 0.
+__device__ __forceinline__ bool is_lossy(float x, float scaled, float hi, float lo) {
   constexpr float kLoUnit = 1.f / (1 << kSplitShift);
-  return (fabsf(fmaf(fmaf(lo, kLoUnit, hi), inverse, -x)) * (1 / kLossyShare) > fabsf(x)) |
-         (fabsf(scaled - hi) > fabsf(scaled) * kLargestLow);
+  float const share = fabsf(scaled);
+  return (fabsf(fmaf(lo, kLoUnit, hi) - scaled) > share * kLossyShare) | (fabsf(scaled - hi) > share * kLargestLow) |
+         ((scaled == 0.f) & (x != 0.f));
 }
 
 // In one access: the compiler takes the assignment of a uint4 apart in places.
@@ -70,14 +77,14 @@ struct SplitPacket {
   __device__ __forceinline__ uint32_t set(int pair, float x0, float x1, RowScale const& row) {
     constexpr float kLoScale = 1 << kSplitShift;
     // Not contracted with the differences below, so that a product that underflows is the same number in both.
-    float const scaled0 = __fmul_rn(x0, row.scale), scaled1 = __fmul_rn(x1, row.scale);
+    float const scaled0 = __fmul_rn(__fmul_rn(x0, row.scale), row.rest), scaled1 = __fmul_rn(__fmul_rn(x1, row.scale), row.rest);
     __half2 const high = __floats2half2_rn(scaled0, scaled1);
     float2 const h = __half22float2(high);
     __half2 const low = __floats2half2_rn((scaled0 - h.x) * kLoScale, (scaled1 - h.y) * kLoScale);
     float2 const l = __half22float2(low);
     hi[pair] = *reinterpret_cast<uint32_t const*>(&high);
     lo[pair] = *reinterpret_cast<uint32_t const*>(&low);
-    bool const lossy = is_lossy(x0, scaled0, h.x, l.x, row.inverse) | is_lossy(x1, scaled1, h.y, l.y, row.inverse);
+    bool const lossy = is_lossy(x0, scaled0, h.x, l.x) | is_lossy(x1, scaled1, h.y, l.y);
     uint32_t const large = uint32_t(magnitude(__float_as_uint(x0)) >= row.large) + (magnitude(__float_as_uint(x1)) >= row.large);
     return large | (lossy ? kLossyRow : 0);
   }
