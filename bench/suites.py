@@ -238,11 +238,11 @@ def _crossover_steps(options: Options) -> list[Step]:
 _STEPS: dict[str, Callable[[Options], list[Step]]] = {
     "workloads": partial(_case_steps, "workloads"),
     steps.SUITE: _training_steps,
-    "sweep": partial(_case_steps, "sweep"),
-    "overhead": lambda options: [Step("overhead", "overhead", lambda _: overhead(options))],
     "kernels": _kernel_steps,
     "accuracy": _accuracy_steps,
+    "overhead": lambda options: [Step("overhead", "overhead", lambda _: overhead(options))],
     "crossover": _crossover_steps,
+    "sweep": partial(_case_steps, "sweep"),
 }
 SUITES = tuple(_STEPS)
 GPU_SUITES = ("kernels", "accuracy", "crossover")  # of kernels, which a CPU has none of

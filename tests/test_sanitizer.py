@@ -130,7 +130,9 @@ def test_linear_batch_norm(case):
         assert max_error(y, exact) < (2e-2 if case.dtype != F32 or case.tf32 else 1e-5)
 
 
-@pytest.mark.parametrize("case", [list(LINEAR)[i] for i in (0, 1, 2, 5, 8)], ids=lambda case: case.why.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case", [list(LINEAR)[i] for i in (0, 1, 2, 5, 8)], ids=lambda case: case.why.replace(" ", "-")
+)
 def test_linear_batch_norm_backward(case):
     layer, dy = make_layer(case, "cpu"), torch.randn(case.m, case.n)
     on_gpu = layer.map(lambda t: t.cuda())
