@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from . import documents, report
 from .environment import ROOT, clocks_under_load, describe, measure_ceilings
-from .records import OK, OURS, RECORDED, SPLIT, Run
+from .records import OK, OURS, OURS_COMPILED, RECORDED, SPLIT, Run
 from .suites import GPU_SUITES, SUITES, Options, plan
 
 RECORD_COMMANDS = ("show", "bars", "plot", "documents")  # of a recorded run
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         show_recorded(chosen_suites(args))
     elif args.command == "all" and not left:
         report.show_bars(run, out)
-    wrong = [row for row in run.rows if row.variant in (OURS, SPLIT) and row.status != OK]
+    wrong = [row for row in run.rows if row.variant in (OURS, OURS_COMPILED, SPLIT) and row.status != OK]
     for row in wrong:
         out.print(f"{row.case}: {row.status}: {row.detail}", style="bold red", markup=False)
     if left:

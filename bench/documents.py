@@ -18,6 +18,7 @@ TABLES: dict[tuple[str, str], Callable[[Run], str]] = {
     ("docs/performance.md", "split"): split_report.parts_markdown,
     ("docs/performance.md", "crossover"): split_report.crossover_markdown,
     ("docs/numerics.md", "accuracy"): split_report.accuracy_markdown,
+    ("docs/numerics.md", "exceptions"): split_report.exceptions_markdown,
 }
 
 

@@ -21,6 +21,8 @@ SLICE_VALUES = 1 << 26
 # |y - ref| <= tolerance * (1 + |ref|): KernelBench's rule (allclose with atol = rtol). TF32 has none: it misses fp32's.
 TOLERANCES = {"fp32": 1e-4, "tf32": None, "bf16": 1e-2, "fp16": 1e-2}
 
+UNIT = 2.0**-24  # the rounding error of float32
+
 # Against eager in the same precision; the small term forgives an eager result that happens to be exact.
 EAGER_FACTOR = 2.0
 SLACK = 1e-6
@@ -108,30 +110,35 @@ class ProductError:
     relative: float  # Frobenius
     rowwise: float  # largest |error| / (||row of a|| * ||column of b||)
     componentwise: float  # largest |error| / (|a| @ |b|)
+    of_bound: float  # largest |error| / ((T + 8) * 2^-24 * (|a| @ |b|)), T the number of products that are not zero
 
 
 def product_errors(results: Mapping[str, Tensor], a: Tensor, b: Tensor) -> dict[str, ProductError]:
     """Compares every result with a @ b in float64."""
+    k = a.shape[1]
+    denormal = (k + 2) * 2.0**-150  # each rounding of a denormal, which no bound relative to the operands knows of
     b64 = b.double()
-    b_abs, b_norms = b64.abs(), torch.linalg.vector_norm(b64, dim=0)
+    b_abs, b_norms, b_there = b64.abs(), torch.linalg.vector_norm(b64, dim=0), (b != 0).float()
     squared = torch.zeros(len(results) + 1, dtype=torch.float64, device=a.device)  # of the errors, then of a @ b
-    peaks = torch.zeros(len(results), 3, dtype=torch.float64, device=a.device)
+    peaks = torch.zeros(len(results), 4, dtype=torch.float64, device=a.device)
     step = max(1, SLICE_VALUES // max(b.shape))
     for begin in range(0, a.shape[0], step):
         rows = a[begin : begin + step].double()
         exact = rows @ b64
         by_norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True) * b_norms
         by_sum = rows.abs() @ b_abs
+        terms = (a[begin : begin + step] != 0).float() @ b_there  # exact: far below 2^24
+        bound = by_sum * ((terms + 8) * UNIT) + denormal
         squared[-1] += exact.square().sum()
         for index, result in enumerate(results.values()):
             difference = (result[begin : begin + step].double() - exact).abs_()
             squared[index] += difference.square().sum()
-            largest = [difference.max(), share(difference, by_norm), share(difference, by_sum)]
+            largest = [difference.max(), *(share(difference, of) for of in (by_norm, by_sum, bound))]
             peaks[index] = torch.maximum(peaks[index], torch.stack(largest))
     *errors, norm = squared.tolist()
     return {
-        name: ProductError(max_abs, relative(error, norm), rowwise, componentwise)
-        for name, error, (max_abs, rowwise, componentwise) in zip(results, errors, peaks.tolist(), strict=True)
+        name: ProductError(max_abs, relative(error, norm), *shares)
+        for name, error, (max_abs, *shares) in zip(results, errors, peaks.tolist(), strict=True)
     }
 
 
@@ -150,6 +157,17 @@ def worse_than(error: ProductError, other: ProductError) -> list[str]:
     checks = (("relative error", "relative"), ("error over the norms of its row and column", "rowwise"))
     pairs = [(what, getattr(error, name), getattr(other, name)) for what, name in checks]
     return [f"{what} {mine:.1e}, SGEMM's {bound:.1e}" for what, mine, bound in pairs if not mine <= bound]
+
+
+def outside_bound(error: ProductError) -> list[str]:
+    """That an output's error is larger than its bound, in words. A NaN is outside.
+
+    SGEMM's a-priori bound for T products that are not zero, T * 2^-24 * sum |x| |w|, and the 2^-21 to which the split
+    holds a product.
+    """
+    if error.of_bound <= 1:
+        return []
+    return [f"an output's error is {error.of_bound:.1e} times (T + 8) * 2^-24 * sum |x| |w|"]
 
 
 def relative(squared_error: float, squared_norm: float) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cutlass_bn
 
 from .cases import BN2D, GEMM_SCALE_BN, Case
-from .records import COMPILE, COPY, EAGER, GEMM, IEEE, MAX_AUTOTUNE, OURS, UNFUSED
+from .records import COMPILE, COPY, EAGER, GEMM, IEEE, MAX_AUTOTUNE, OURS, OURS_COMPILED, UNFUSED
 from .timing import Timing
 
 
@@ -103,6 +103,16 @@ def _compiled(model: nn.Module, mode: str | None) -> Variant:
     return Variant(torch.compile(model, dynamic=False, mode=mode), model)
 
 
+def compiled_whole(module: nn.Module) -> nn.Module:
+    """Our module as users compile it; it raises where the graph would break."""
+    return torch.compile(module, dynamic=False, fullgraph=True)
+
+
+def _ours_compiled(case: Case, model: nn.Module) -> Variant:
+    module = _ours(case, model).model
+    return Variant(compiled_whole(module), module)
+
+
 def _unfused(model: nn.Module) -> Variant:
     """cuBLAS, then our moments and normalise kernels. Scale and bias are folded beforehand, which flatters it."""
     bn = copy.deepcopy(model.bn)
@@ -122,14 +132,18 @@ def _unfused(model: nn.Module) -> Variant:
 Builders = dict[str, Callable[[], Variant]]
 
 
-def variants(case: Case, model: nn.Module, compile: bool = True, max_autotune: bool = False) -> Builders:
-    """A builder for every peer, eager first: the others' errors are judged by its."""
+def variants(
+    case: Case, model: nn.Module, compile: bool = True, max_autotune: bool = False, stepped: bool = False
+) -> Builders:
+    """A builder for every peer, eager first: the others' errors are judged by its. stepped: of training steps."""
     builders: Builders = {EAGER: lambda: _as_variant(copy.deepcopy(model))}
     if compile and case.compile:
         builders[COMPILE] = lambda: _compiled(model, None)
         if max_autotune:
             builders[MAX_AUTOTUNE] = lambda: _compiled(model, "max-autotune-no-cudagraphs")
     builders[OURS] = lambda: _ours(case, model)
+    if stepped and compile and case.compile:
+        builders[OURS_COMPILED] = lambda: _ours_compiled(case, model)
     if case.kind == GEMM_SCALE_BN and case.precision == "fp32" and case.training:
         builders[IEEE] = lambda: _ours(case, model, ieee_fp32=True)
     if case.kind == BN2D:

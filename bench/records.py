@@ -11,6 +11,7 @@ FORMAT = 1  # of the JSON; raised when a field changes its meaning
 RECORDED = Path(__file__).parent / "results" / "h200.json"
 
 OURS = "cutlass_bn"
+OURS_COMPILED = "cutlass_bn, compiled"  # our module under torch.compile; in steps and overhead alone
 EAGER = "eager"
 COMPILE = "compile"
 MAX_AUTOTUNE = "compile max-autotune"
@@ -49,6 +50,7 @@ class Row:
     peak_bytes: int | None = None  # of a step: the most that was allocated in it beside what was there before
     exact_tiles: float | None = None  # of a @ b by the split: share of the tiles recomputed in plain float32
     path: str = ""  # of a product: which of SPLIT and SGEMM the layer takes at this size
+    tile: str = ""  # of a @ b by the split: which tile the split took, as explain names it
     status: str = OK
     detail: str = ""  # why it failed
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from . import accuracy, crossover, products
@@ -16,9 +15,11 @@ from .tables import DASH, NOT_RECORDED, markdown_table, number, terminal_table
 
 Lines = list[list[str]]
 
+TILE_COLUMN = "tile"
 ACCURACY_HEADER = [
     "input, MxK->N",
     "layer takes",
+    TILE_COLUMN,
     "relative error: SGEMM",
     "split",
     "split / SGEMM",
@@ -33,23 +34,41 @@ ACCURACY_LEGEND = (
     "Elementwise: the largest error over its sum of |x| |w|. Exact tiles: of the output, recomputed in plain float32 "
     "because the split doesn't answer for one of their products."
 )
+TILE_LEGEND = " Tile: how the split adds its k-blocks, and the part of the output that a thread block computes."
+EXCEPTIONS_LEGEND = (
+    "Columns as in the accuracy table. inf: SGEMM's result is exact. FAILED would say that an output is off by more "
+    "than (T + 8) * 2^-24 of its sum of |x| |w|, T the number of its products that are not zero."
+)
+SUMS = {"large": "plain", "small": "compensated"}  # how a split tile adds its k-blocks
+_TILE = re.compile(r"split (large|small) (\d+x\d+) tile")
 
 
-def accuracy_lines(run: Run) -> Lines:
+def _tile(split: Row) -> str:
+    """As "plain 128x128", of the plan's name."""
+    found = _TILE.fullmatch(split.tile)
+    return f"{SUMS[found[1]]} {found[2]}" if found else DASH
+
+
+def accuracy_lines(run: Run, exception: bool = False) -> tuple[list[str], Lines]:
+    """(the header, a line for every input); without the tiles where no row names one, as in older records."""
+
     def errors(field: str, *rows: Row) -> list[str]:
-        return [number(getattr(row, field), ".1e") for row in rows]
+        return ["0" if getattr(row, field) == 0 else number(getattr(row, field), ".1e") for row in rows]
 
     lines = []
-    for name, rows in run.by_variant(accuracy.SUITE):
+    for case, rows in accuracy.recorded(run, exception):
+        name = case.removeprefix(accuracy.EXCEPTION)
         if SGEMM not in rows:  # the step raised
             lines.append([name, FAILED, *[DASH] * (len(ACCURACY_HEADER) - 2)])
             continue
         sgemm, split = rows[SGEMM], rows[SPLIT]
-        share = number(ratio(split.relative_error, sgemm.relative_error), ".2f")
+        both_exact = split.relative_error == sgemm.relative_error == 0
+        share = DASH if both_exact else number(ratio(split.relative_error, sgemm.relative_error), ".2f")
         lines.append(
             [
                 name,
                 "split" if split.path == SPLIT else SGEMM,
+                _tile(split),
                 *errors("relative_error", sgemm, split),
                 share if split.status == OK else f"{share} {split.status}",
                 *errors("rowwise_error", sgemm, split),
@@ -57,7 +76,11 @@ def accuracy_lines(run: Run) -> Lines:
                 number(None if split.exact_tiles is None else 100 * split.exact_tiles, ".0f"),
             ]
         )
-    return lines
+    at = ACCURACY_HEADER.index(TILE_COLUMN)
+    if any(line[at] != DASH for line in lines):
+        return ACCURACY_HEADER, lines
+    header, *lines = (cells[:at] + cells[at + 1 :] for cells in (ACCURACY_HEADER, *lines))
+    return header, lines
 
 
 def _seed(run: Run) -> str:
@@ -65,14 +88,25 @@ def _seed(run: Run) -> str:
 
 
 def accuracy_markdown(run: Run) -> str:
-    lines = accuracy_lines(run)
+    header, lines = accuracy_lines(run)
     if not lines:
         return NOT_RECORDED
-    return "\n\n".join([f"{ACCURACY_LEGEND} Inputs of {_seed(run)}.", markdown_table(ACCURACY_HEADER, lines)])
+    legend = ACCURACY_LEGEND + (TILE_LEGEND if TILE_COLUMN in header else "")
+    return "\n\n".join([f"{legend} Inputs of {_seed(run)}.", markdown_table(header, lines)])
 
 
-def accuracy_table(run: Run) -> Table:
-    return terminal_table(f"accuracy, {_seed(run)}", ACCURACY_HEADER, accuracy_lines(run))
+def exceptions_markdown(run: Run) -> str:
+    header, lines = accuracy_lines(run, exception=True)
+    if not lines:
+        return NOT_RECORDED
+    return "\n\n".join([f"{EXCEPTIONS_LEGEND} Inputs of {_seed(run)}.", markdown_table(header, lines)])
+
+
+def accuracy_table(run: Run) -> Group:
+    """Of the inputs under the contract, then of the exceptions; what was not measured is left out."""
+    titles = {False: f"accuracy, {_seed(run)}", True: f"where SGEMM may be the more exact, {_seed(run)}"}
+    found = {title: accuracy_lines(run, exception) for exception, title in titles.items()}
+    return Group(*(terminal_table(title, *table) for title, table in found.items() if table[1]))
 
 
 def parts_markdown(run: Run) -> str:

@@ -11,11 +11,12 @@ from . import peers
 from .cases import BN2D, Case, matmul_precision
 from .gradients import broken_contracts, gradient_errors, gradients_of
 from .peers import Builders, Variant
-from .records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, MAX_AUTOTUNE, OURS, Row, first_line
+from .records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, MAX_AUTOTUNE, OURS, OURS_COMPILED, Row, first_line
 from .timing import interleave, set_time
 
 SUITE = "steps"
-STEPPED = (EAGER, COMPILE, MAX_AUTOTUNE, OURS)
+STEPPED = (EAGER, COMPILE, MAX_AUTOTUNE, OURS, OURS_COMPILED)
+JUDGED = (OURS, OURS_COMPILED)  # by the contract; a peer's errors are shown alone
 LIMITS = (COPY, GEMM)  # timed in the same rounds, for the limit alone
 # Of the limit of a forward (peers.limit). bn2d: x read and y written, then x and dy read and dx written, where a copy
 # reads and writes once. gemm_scale_bn: three products.
@@ -118,11 +119,11 @@ def _check(
             ready[name], found[name] = variant, gradients
     for name, errors in gradient_errors(found, case, model, x, dy).items():
         rows[name].gradient_errors = errors
-    mine = rows[OURS]  # a peer's errors are shown, not judged
-    if mine.gradient_errors is not None and EAGER in found:
-        broken = broken_contracts(mine.gradient_errors, rows[EAGER].gradient_errors)
-        if broken:
-            mine.status, mine.detail = FAILED, "; ".join(broken)
+    for name in JUDGED:
+        if name in found and EAGER in found:
+            broken = broken_contracts(rows[name].gradient_errors, rows[EAGER].gradient_errors)
+            if broken:
+                rows[name].status, rows[name].detail = FAILED, "; ".join(broken)
     return rows, ready
 
 

@@ -17,7 +17,7 @@ from . import accuracy, cases, crossover, peers, products, steps
 from .cases import Case, matmul_precision
 from .errors import Error, broken_contracts, measure_error, oracle
 from .peers import Builders, Variant
-from .records import EAGER, ERROR, FAILED, GEMM, OURS, Row, first_line
+from .records import EAGER, ERROR, FAILED, GEMM, OURS, OURS_COMPILED, Row, first_line
 from .timing import Timing, host_time, interleave, kernel_times, set_time
 
 
@@ -36,8 +36,8 @@ class Options:
         return self.device.type == "cuda"
 
 
-def build_variants(case: Case, model: nn.Module, options: Options) -> Builders:
-    return peers.variants(case, model, options.compile and options.on_gpu, options.max_autotune)
+def build_variants(case: Case, model: nn.Module, options: Options, stepped: bool = False) -> Builders:
+    return peers.variants(case, model, options.compile and options.on_gpu, options.max_autotune, stepped)
 
 
 def measure(
@@ -99,6 +99,7 @@ def _check(
 
 def overhead(options: Options) -> list[Row]:
     """The host's time for a call on an input so small that the device hardly works."""
+    torch.compiler.reset()  # what other suites compiled counts towards its limit of recompilations
     device = options.device
     norm = nn.BatchNorm2d(16, device=device)
     ours_norm = cutlass_bn.BatchNorm2d(16, device=device)
@@ -116,6 +117,8 @@ def overhead(options: Options) -> list[Row]:
             for module in modules.values():
                 module.train(mode != "eval")
             if mode == "step":  # of fewer calls a block, as each has many more kernels
+                if options.compile and options.on_gpu:
+                    modules = {**modules, OURS_COMPILED: peers.compiled_whole(modules[OURS])}
                 calls = {variant: steps.repeated(module, x) for variant, module in modules.items()}
                 timings = host_time(calls, device, blocks, calls_a_block=20)
             else:
@@ -203,7 +206,7 @@ def _training_steps(options: Options) -> list[Step]:
             steps.SUITE,
             steps.step_name(case),
             lambda ceilings, case=case: steps.measure(
-                case, options.device, options.seconds, ceilings, build=lambda *of: build_variants(*of, options)
+                case, options.device, options.seconds, ceilings, partial(build_variants, options=options, stepped=True)
             ),
         )
         for case in found

@@ -1,11 +1,13 @@
 """functional.batch_norm against float64: values, layouts, running statistics, bits."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_cases import Case as BatchNormCase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,22 +15,7 @@ from torch import Tensor
 from cutlass_bn.functional import batch_norm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, ...]
-    why: str
-    dtype: torch.dtype = F32
-    channels_last: bool = False
-    offset: int = 0  # elements by which the storage misses alignment
-    mean: float = 0.3
-    std: float = 2.0
-    affine: bool = True
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "-")
-
+Case = partial(BatchNormCase, mean=0.3, std=2.0)
 
 CASES = [
     Case((2, 3, 4, 5), "no size a multiple of anything"),
@@ -72,15 +59,6 @@ CASES = [
 ]
 
 
-def make_input(case: Case, device: str) -> Tensor:
-    order = [0, *range(2, len(case.shape)), 1] if case.channels_last else list(range(len(case.shape)))
-    sizes = [case.shape[dim] for dim in order]
-    values = torch.randn(sizes, dtype=torch.float64) * case.std + case.mean
-    storage = torch.empty(values.numel() + case.offset, dtype=case.dtype, device=device)
-    x = storage[case.offset :].view(sizes).copy_(values)
-    return x.permute([order.index(dim) for dim in range(len(order))])
-
-
 @dataclass
 class Layer:
     running_mean: Tensor
@@ -105,8 +83,8 @@ def run(function, x: Tensor, layer: Layer, training: bool, momentum: float = 0.3
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_matches_float64(case, training, device):
-    x, layer = make_input(case, device), make_layer(case.shape[1], device, case.affine)
-    oracle.poison(device, x.numel(), x.numel() // 2, 3 * case.shape[1], 2 * case.shape[1])
+    x, layer = case.input(device), make_layer(case.sizes[1], device, case.affine)
+    oracle.poison(device, x.numel(), x.numel() // 2, 3 * case.sizes[1], 2 * case.sizes[1])
     y, mean, var = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(
         x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
@@ -131,7 +109,7 @@ def test_matches_float64(case, training, device):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 def test_small_shapes_in_both_formats(shape, dtype, channels_last, device):
-    x = make_input(Case(shape, "", dtype, channels_last), device)
+    x = Case(shape, "", dtype, channels_last).input(device)
     layer = make_layer(shape[1], device)
     for training in (True, False):
         y, _, _ = run(batch_norm, x, layer, training)
@@ -144,7 +122,7 @@ def test_small_shapes_in_both_formats(shape, dtype, channels_last, device):
 @pytest.mark.parametrize("shape", [(8, 16, 64, 64), (16, 64, 7, 7), (2, 1, 500, 500)], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 def test_repeats_bit_for_bit(shape, channels_last, device):
-    x = make_input(Case(shape, "", F32, channels_last), device)
+    x = Case(shape, "", F32, channels_last).input(device)
     layer = make_layer(shape[1], device)
     first = run(batch_norm, x, layer, True)
     for _ in range(3):
@@ -214,7 +192,7 @@ def test_eps_is_added_inside_the_root(eps, device):
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 def test_variance_0_without_eps(shape, channels_last, dtype, device):
     """Infinite on either side of the running mean and NaN at it, in that channel alone."""
-    x = make_input(Case(shape, "", dtype, channels_last), device)
+    x = Case(shape, "", dtype, channels_last).input(device)
     layer = make_layer(shape[1], device)
     layer.running_var[1] = 0.0
     layer.running_mean[1] = x[0, 1].flatten()[0]
@@ -284,7 +262,7 @@ def test_layouts(layout, training, device):
 )
 def test_any_shape(device, shape, dtype, channels_last, offset, mean, training, affine, seed):
     torch.manual_seed(seed)
-    x = make_input(Case(tuple(shape), "", dtype, channels_last, offset, mean, 1.0), device)
+    x = Case(tuple(shape), "", dtype, channels_last, offset=offset, mean=mean, std=1.0).input(device)
     layer = make_layer(shape[1], device, affine)
     y, _, _ = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(

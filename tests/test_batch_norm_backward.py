@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_cases import Case
 from torch import Tensor
 
 from cutlass_bn import BatchNorm2d
@@ -15,22 +16,6 @@ from cutlass_bn.functional import batch_norm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, ...]
-    why: str
-    dtype: torch.dtype = F32
-    channels_last: bool = False
-    mean: float = 0.5
-    std: float = 1.5
-    grad_mean: float = 0.0
-    offset: int = 0  # elements by which the storage misses alignment
-    affine: bool = True
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "-")
 
 
 CASES = [
@@ -70,14 +55,6 @@ CASES = [
 ]
 
 
-def dense(shape: tuple[int, ...], case: Case, device: str, mean: float, std: float) -> Tensor:
-    order = [0, *range(2, len(shape)), 1] if case.channels_last else list(range(len(shape)))
-    values = torch.randn([shape[dim] for dim in order], dtype=torch.float64) * std + mean
-    storage = torch.empty(values.numel() + case.offset, dtype=case.dtype, device=device)
-    t = storage[case.offset :].view(values.shape).copy_(values)
-    return t.permute([order.index(dim) for dim in range(len(order))])
-
-
 @dataclass
 class Layer:
     x: Tensor
@@ -99,9 +76,8 @@ class Layer:
 
 
 def make_layer(case: Case, device: str, vectors: torch.dtype = F32) -> tuple[Layer, Tensor]:
-    x = dense(case.shape, case, device, case.mean, case.std)
-    grad = dense(case.shape, case, device, case.grad_mean, 1.0)
-    channels = case.shape[1]
+    x, grad = case.input(device), case.gradient(device)
+    channels = case.sizes[1]
 
     def vector(low: float, high: float) -> Tensor:
         return torch.empty(channels, dtype=torch.float64).uniform_(low, high).to(device, vectors)
@@ -114,7 +90,7 @@ def make_layer(case: Case, device: str, vectors: torch.dtype = F32) -> tuple[Lay
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_worse_than_torch(case, training, device):
     layer, grad = make_layer(case, device)
-    size, channels = layer.x.numel(), case.shape[1]
+    size, channels = layer.x.numel(), case.sizes[1]
     oracle.poison(device, size, size // 2, channels, 7 * channels)
     ours = layer.gradients(grad, training)
     exact = layer.gradients(grad, training, F.batch_norm, torch.float64)

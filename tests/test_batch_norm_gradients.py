@@ -1,30 +1,16 @@
 """Gradients of functional.batch_norm against float64, on the CPU path and on CUDA."""
 
-from dataclasses import dataclass
-
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_norm_cases import Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cutlass_bn.functional import batch_norm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, ...]
-    why: str
-    dtype: torch.dtype = F32
-    channels_last: bool = False
-    mean: float = 0.5
-    affine: bool = True
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "-")
 
 
 CASES = [
@@ -40,12 +26,12 @@ CASES = [
 
 
 def inputs_of(case: Case, device: str) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    x = (torch.randn(case.shape, dtype=torch.float64) * 1.5 + case.mean).to(device, case.dtype)
-    grad = torch.randn(case.shape, dtype=torch.float64).to(device, case.dtype)
+    x = (torch.randn(case.sizes, dtype=torch.float64) * case.std + case.mean).to(device, case.dtype)
+    grad = torch.randn(case.sizes, dtype=torch.float64).to(device, case.dtype)
     if case.channels_last:
         x = x.to(memory_format=torch.channels_last)
     weight, bias = (
-        ((torch.rand(case.shape[1]) + 0.5).to(device), torch.randn(case.shape[1]).to(device))
+        ((torch.rand(case.sizes[1]) + 0.5).to(device), torch.randn(case.sizes[1]).to(device))
         if case.affine
         else (None, None)
     )
@@ -65,7 +51,7 @@ def gradients(function, tensors, grad, training, buffers) -> list[Tensor]:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_match_float64(case, training, device):
     x, weight, bias, grad = inputs_of(case, device)
-    channels = case.shape[1]
+    channels = case.sizes[1]
     buffers = torch.full((channels,), case.mean, device=device), torch.full((channels,), 1.7, device=device)
     ours = gradients(batch_norm, (x, weight, bias), grad, training, buffers)
     exact_inputs = [None if t is None else t.double() for t in (x, weight, bias)]

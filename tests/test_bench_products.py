@@ -1,97 +1,38 @@
-"""The benchmark of the fp32 products: its inputs, errors, verdicts and tables, with the ops' arithmetic in PyTorch."""
+"""The benchmark of the fp32 products: its errors, parts, crossover and tables, with the ops' arithmetic in PyTorch.
 
-import io
+The accuracy suite is test_bench_accuracy.py's.
+"""
+
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from split_cases import left_to_exact_kernel, split_reference
+from product_cases import CPU, product_rows, text_of, use_pytorch_ops
+from split_cases import split_reference
 
-from bench import accuracy, bars, crossover, errors, products, report, split_report, suites
+from bench import crossover, errors, products, split_report, suites
 from bench.records import COPY, ERROR, FAILED, OK, OURS, SGEMM, SPLIT, Row, Run
 from bench.tables import NOT_RECORDED
-
-CPU = torch.device("cpu")
-SMALL = [replace(kind, m=192, k=min(kind.k, 1024), n=64) for kind in accuracy.inputs(quick=True)]
-
-
-def split_product(a, b):
-    """a @ b of the planes, its sums exact; plain float32 where a row can't be held."""
-    sides, rows = [], []
-    for matrix in (a, b.t()):
-        planes, exponents, census = split_reference(matrix)
-        hi, lo = planes[..., : matrix.shape[1]].double()
-        sides.append((hi, lo, torch.exp2(-exponents.double())[:, None]))
-        rows.append(census)
-    (a_hi, a_lo, a_scale), (b_hi, b_lo, b_scale) = sides
-    u = (a_hi @ b_hi.t() + (a_hi @ b_lo.t() + a_lo @ b_hi.t()) / 4096) * a_scale * b_scale.t()
-    return torch.where(left_to_exact_kernel(*rows, a.size(1)), torch.mm(a, b), u.float())
 
 
 @pytest.fixture(autouse=True)
 def _ops_in_pytorch(monkeypatch):
-    for module in (accuracy, crossover, products):
-        monkeypatch.setattr(module.ops, "split_fp32", split_reference, raising=False)
-        monkeypatch.setattr(module.ops, "split_matmul", split_product, raising=False)
-
-
-@pytest.fixture
-def layer_takes(monkeypatch):
-    """Sets which product the layer is said to take."""
-
-    def set_path(path):
-        for module in (accuracy, crossover):
-            monkeypatch.setattr(module, "layer_path", lambda x, w: path)
-
-    return set_path
-
-
-def text_of(run):
-    out = report.Console(width=260, record=True, file=io.StringIO())
-    report.show(run, out)
-    return out.export_text()
-
-
-@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
-def test_inputs_are_what_they_are_called(kind):
-    x, w = kind.make(accuracy.Draw(CPU, 1), kind.m, kind.k, kind.n)
-    again, _ = kind.make(accuracy.Draw(CPU, 1), kind.m, kind.k, kind.n)
-    other, _ = kind.make(accuracy.Draw(CPU, 2), kind.m, kind.k, kind.n)
-    assert x.shape == (kind.m, kind.k)
-    assert w.shape == (kind.n, kind.k)
-    assert torch.equal(x, again)
-    assert not torch.equal(x, other)
-    assert x.isfinite().all()
-    assert w.isfinite().all()
-    assert (x.double() @ w.double().t()).float().isfinite().all()
-    if "denormal" in kind.what.split(",")[0]:
-        assert x.abs().max() < accuracy.SMALLEST
-        assert x.any(1).all()
-    if "smallest" in kind.what.split(",")[0]:
-        assert accuracy.SMALLEST <= x.abs().min() <= x.abs().max() < 2.5 * accuracy.SMALLEST
-
-
-def test_inputs_hold_what_was_promised():
-    kinds = accuracy.inputs()
-    names = [kind.name for kind in kinds]
-    assert len(names) == len(set(names))
-    assert {kind.k for kind in kinds if kind.what == "normal"} == set(accuracy.DEPTHS)
-    assert {kind.k for kind in kinds if kind.what == "all positive"} == set(accuracy.DEPTHS)
-    assert {kind.name for kind in accuracy.inputs(quick=True)} < set(names)
-    for span in (10, 20, 40, 60):
-        assert sum(f"{span} binades" in name and "own scale" not in name for name in names) >= 2
+    use_pytorch_ops(monkeypatch)
 
 
 def test_errors_of_a_product():
     a, b = torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     right, wrong = torch.tensor([[3.0, 8.0], [0.0, 0.0]]), torch.tensor([[3.0, 9.0], [0.0, 0.0]])
     found = errors.product_errors({"right": right, "wrong": wrong, "nan": right * math.nan}, a, b)
-    assert found["right"] == errors.ProductError(0.0, 0.0, 0.0, 0.0)
+    assert found["right"] == errors.ProductError(0.0, 0.0, 0.0, 0.0, 0.0)
     assert found["wrong"].max_abs == 1.0
     assert found["wrong"].relative == pytest.approx(1 / math.sqrt(73))
     assert found["wrong"].rowwise == pytest.approx(1 / (5 * 2))
     assert found["wrong"].componentwise == pytest.approx(1 / 8)
+    assert found["wrong"].of_bound == pytest.approx(1 / 8 / (9 * 2.0**-24))  # 4 * 0 does not count
+    assert errors.outside_bound(found["right"]) == []
+    assert len(errors.outside_bound(found["wrong"])) == len(errors.outside_bound(found["nan"])) == 1
     assert errors.worse_than(found["right"], found["wrong"]) == []
     assert errors.worse_than(found["right"], found["right"]) == []
     assert len(errors.worse_than(found["wrong"], found["right"])) == 2
@@ -101,6 +42,17 @@ def test_errors_of_a_product():
 def test_an_error_where_nothing_is_multiplied_is_infinite():
     found = errors.product_errors({"wrong": torch.ones(1, 1)}, torch.zeros(1, 2), torch.ones(2, 1))
     assert found["wrong"].rowwise == found["wrong"].componentwise == math.inf
+    assert errors.outside_bound(found["wrong"])
+
+
+@pytest.mark.parametrize(("places", "inside"), [(0, True), (1, True), (40, False)])
+def test_the_bound_of_a_denormal_result_allows_its_rounding(places, inside):
+    """1.25 last places, which no float is, and a result some places off."""
+    a, b = torch.full((1, 64), 2.0**-100), torch.full((64, 1), 1.25 * 2.0**-55)
+    u = torch.tensor([[(1 + places) * 2.0**-149]])
+    error = errors.product_errors({"u": u}, a, b)["u"]
+    assert error.componentwise > 64 * 2.0**-24
+    assert (errors.outside_bound(error) == []) is inside
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
@@ -111,82 +63,6 @@ def test_product_errors_are_the_same_in_any_slices(rows, monkeypatch):
     monkeypatch.setattr(errors, "SLICE_VALUES", 30 * rows)
     part = errors.product_errors(results, a, b)["u"]
     assert vars(part) == pytest.approx(vars(whole))
-
-
-@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
-def test_accuracy_of_every_input(kind):
-    """Of the split as it is defined, with exact sums, the elementwise error stays under its bound on every input."""
-    sgemm, split = accuracy.measure(kind, CPU, seed=3)
-    assert [sgemm.variant, split.variant] == [SGEMM, SPLIT]
-    assert split.status == sgemm.status == OK
-    results_denormal = "results too" in kind.what
-    assert split.componentwise_error <= (kind.k + 8) * 2.0**-24
-    assert split.relative_error < (1e-2 if "cancelling" in kind.what else 1e-5 if results_denormal else 1e-6)
-    if "20 binades" not in kind.what:  # where it depends on the smallest of the random numbers
-        # Rows that span much, but whose large elements meet large ones, are the split's own.
-        assert split.exact_tiles == (1.0 if kind.what.startswith(("x spans 40", "x spans 60")) else 0.0)
-
-
-def test_the_share_of_exact_tiles():
-    x, w = torch.rand(512, 16) + 0.5, torch.rand(128, 16) + 0.5
-    assert accuracy.exact_tiles(x, w) == 0
-    w[0, 0] = 1e-20  # lossy, but each row of x has a large element where this row has one
-    assert accuracy.exact_tiles(x, w) == 0
-    x[0, 0] = math.inf
-    assert accuracy.exact_tiles(x, w) == pytest.approx(1 / 4)
-    w[64, 0], w[64, 1:] = 1.0, 1e-20
-    x[128, 0] = 0.0  # where the only large element of that row is
-    assert accuracy.exact_tiles(x, w) == pytest.approx(1 / 4 + 1 / 4 * 1 / 2)
-
-
-def test_a_worse_split_fails_where_the_layer_takes_it(layer_takes, monkeypatch):
-    monkeypatch.setattr(accuracy.ops, "split_matmul", lambda a, b: torch.mm(a, b) * (1 + 1e-4))
-    for path, status in ((SGEMM, OK), (SPLIT, FAILED)):
-        layer_takes(path)
-        _, split = accuracy.measure(SMALL[0], CPU, seed=3)
-        assert split.status == status
-    run = Run({"device_type": "cuda"}, options={"seed": 3}, rows=[*accuracy.measure(SMALL[0], CPU, seed=3)])
-    assert FAILED in split_report.accuracy_markdown(run)
-    assert FAILED in text_of(run)
-    outcome = next(outcome for outcome in bars.judge_all(run) if isinstance(outcome.bar, bars.ErrorBar))
-    assert outcome.reached is False
-    assert outcome.note == SMALL[0].name
-
-
-def product_rows(case, sgemm, split, path=SPLIT, suite=accuracy.SUITE, **times):
-    rows = []
-    for name, error in ((SGEMM, sgemm), (SPLIT, split)):
-        ms = times.get("sgemm_ms" if name == SGEMM else "split_ms")
-        rows.append(Row(suite, case, name, ms=ms, path=path, relative_error=error, rowwise_error=error))
-        rows[-1].componentwise_error = error
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("rows", "value", "reached"),
-    [
-        ([], None, None),
-        (product_rows("a", 1e-6, 3e-7) + product_rows("b", 1e-6, 5e-7), 0.5, True),
-        (product_rows("a", 1e-6, 3e-7) + product_rows("b", 1e-6, 2e-6, path=SGEMM), 0.3, True),  # not taken there
-        (product_rows("a", 1e-6, 3e-7) + product_rows("b", 1e-6, 2e-6), 2.0, False),
-        (product_rows("a", 0.0, 0.0), 0.0, True),
-        (product_rows("a", 0.0, 1e-9), math.inf, False),
-        ([*product_rows("a", 1e-6, 3e-7), Row("accuracy", "b", OURS, status=ERROR)], None, False),
-    ],
-)
-def test_the_bar_of_the_errors(rows, value, reached):
-    found = [outcome for outcome in bars.judge_all(Run(rows=rows)) if isinstance(outcome.bar, bars.ErrorBar)]
-    assert len(found) == 2
-    for outcome in found:
-        assert outcome.reached is reached
-        assert outcome.value == (value if value is None else pytest.approx(value))
-
-
-def test_a_nan_misses_the_bar_of_the_errors():
-    rows = product_rows("a", 1e-6, math.nan) + product_rows("b", 1e-6, 1e-7)
-    assert [bars.judge(Run(rows=rows), bar).reached for bar in bars.BARS if isinstance(bar, bars.ErrorBar)] == [
-        False
-    ] * 2
 
 
 def test_crossover_of_one_line():
@@ -269,13 +145,10 @@ def test_products_in_every_order(order):
 
 def test_a_run_without_these_rows_says_so():
     run = Run()
-    tables = (split_report.accuracy_markdown, split_report.crossover_markdown, split_report.parts_markdown)
+    tables = (
+        split_report.accuracy_markdown,
+        split_report.exceptions_markdown,
+        split_report.crossover_markdown,
+        split_report.parts_markdown,
+    )
     assert {table(run) for table in tables} == {NOT_RECORDED}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", accuracy.inputs(quick=True), ids=lambda kind: kind.name)
-def test_accuracy_on_the_gpu(kind, monkeypatch):
-    monkeypatch.undo()  # the ops themselves
-    rows = accuracy.measure(kind, torch.device("cuda"), seed=3)
-    assert [row.status for row in rows] == [OK, OK], rows[1].detail

@@ -12,7 +12,7 @@ import torch
 from bench import __main__ as command
 from bench import bars, cases, errors, gradients, peers, report, step_report, steps, suites
 from bench.cases import BN2D, GEMM_SCALE_BN, Case
-from bench.records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, OK, OURS, Row, Run
+from bench.records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, OK, OURS, OURS_COMPILED, RECORDED, Row, Run
 from bench.tables import NOT_RECORDED
 
 CPU = torch.device("cpu")
@@ -38,8 +38,14 @@ def measure(case, device=CPU, build=build):
     return {row.variant: row for row in steps.measure(case, device, 0.001, {}, build)}
 
 
-def with_ours(change):
-    """The usual peers, ours replaced by eager after `change` of its model."""
+def build_compiled(case, model):
+    """Eager and ours, compiled too."""
+    builders = peers.variants(case, model, stepped=True)
+    return {name: builders[name] for name in (EAGER, OURS, OURS_COMPILED)}
+
+
+def with_ours(change, name=OURS):
+    """The usual peers, ours (or another that is judged) replaced by eager after `change` of its model."""
 
     def build_changed(case, model):
         def ours():
@@ -47,7 +53,7 @@ def with_ours(change):
             change(variant.model)
             return variant
 
-        return {**build(case, model), OURS: ours}
+        return {**build(case, model), name: ours}
 
     return build_changed
 
@@ -110,15 +116,51 @@ def test_a_wrong_gradient_is_found(case, name):
         assert broken.startswith(f"error of {name} ")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", BOTH, ids=by_name)
-def test_a_wrong_step_has_no_speed(case):
+def test_ours_is_stepped_compiled_too(case, device):
+    rows = measure(case, torch.device(device), build_compiled)
+    assert list(rows) == [EAGER, OURS, OURS_COMPILED]
+    compiled = rows[OURS_COMPILED]
+    assert compiled.status == OK, compiled.detail
+    assert compiled.ms > 0
+    assert set(compiled.gradient_errors) == set(rows[OURS].gradient_errors)
+    assert all(0 <= error < 1e-5 for error in compiled.gradient_errors.values())
+    assert compiled.limit_ms == rows[OURS].limit_ms
+
+
+@pytest.mark.parametrize("case", BOTH, ids=by_name)
+def test_the_compiled_step_compiles_once(case):
+    """Neither another input nor the gradients of the step before compile anything again."""
+    torch.compiler.reset()
+    variant = build_compiled(case, peers.eager_model(case, CPU))[OURS_COMPILED]()
+    inputs, dy = [peers.random_input(case, CPU).requires_grad_() for _ in range(2)], torch.ones(case.output_shape)
+    steps.step(variant.run, variant.model, inputs[0], dy)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for x in (*inputs, *inputs):
+            steps.step(variant.run, variant.model, x, dy)
+
+
+def test_ours_is_compiled_in_steps_alone():
+    case, options = TINY[0], suites.Options(torch.device("cuda"))
+    model = peers.eager_model(case, CPU)
+    assert OURS_COMPILED not in suites.build_variants(case, model, options)
+    assert OURS_COMPILED in suites.build_variants(case, model, options, stepped=True)
+    assert OURS_COMPILED not in suites.build_variants(case, model, replace(options, compile=False), stepped=True)
+    assert OURS_COMPILED not in suites.build_variants(case, model, replace(options, device=CPU), stepped=True)
+
+
+@pytest.mark.parametrize("name", [OURS, OURS_COMPILED])
+@pytest.mark.parametrize("case", BOTH, ids=by_name)
+def test_a_wrong_step_has_no_speed(case, name):
     def double(model):
         next(model.parameters()).register_hook(lambda grad: 2 * grad)
 
-    ours = measure(case, build=with_ours(double))[OURS]
-    assert ours.status == FAILED
-    assert "error of d" in ours.detail
-    assert ours.valid_ms is None
+    rows = measure(case, build=with_ours(double, name))
+    assert {row.variant for row in rows.values() if row.status != OK} == {name}
+    assert rows[name].status == FAILED
+    assert "error of d" in rows[name].detail
+    assert rows[name].valid_ms is None
 
 
 def test_a_step_that_raises_is_reported_and_the_others_run():
@@ -152,7 +194,8 @@ def test_steps_hold_what_the_bars_judge():
 def recorded_run():
     run = Run({"device_type": "cuda", "device": "a GPU"}, options={"took": {"steps": 40.0, "sweep": 2.0}})
     for case in cases.steps():
-        for variant, ms, peak in ((EAGER, 8.0, 4 << 30), (COMPILE, 3.0, 3 << 30), (OURS, 0.5, 2 << 30)):
+        figures = (EAGER, 8.0, 4 << 30), (COMPILE, 3.0, 3 << 30), (OURS, 0.5, 2 << 30), (OURS_COMPILED, 0.52, 2 << 30)
+        for variant, ms, peak in figures:
             found = dict.fromkeys(gradients.NAMES, 1e-7)
             row = Row(steps.SUITE, steps.step_name(case), variant, ms=ms, gradient_errors=found, peak_bytes=peak)
             run.rows.append(row)
@@ -174,6 +217,28 @@ def test_bars_of_steps():
     assert not any(what.startswith("step bn2d") and "memory" in what for what in verdicts)
 
 
+def test_bars_of_compiled_use():
+    run = recorded_run()
+    names = [steps.step_name(case) for case in bars.STEPS]
+    run.find(names[1], OURS_COMPILED).ms = 0.53  # of 0.5 eagerly
+    run.find(names[2], OURS_COMPILED).status = ERROR
+    run.rows.remove(run.find(names[3], OURS_COMPILED))
+    judged = {outcome.bar.what: outcome for outcome in bars.judge_all(run)}
+    outcomes = [judged[f"{name}, compiled use over eager use"] for name in names]
+    assert outcomes[0].value == pytest.approx(1.04)
+    assert [outcome.reached for outcome in outcomes] == [True, False, False, None, *[True] * (len(names) - 4)]
+    assert outcomes[3].note == f"no row for {OURS_COMPILED}"
+
+
+def test_the_record_is_judged_whatever_rows_it_has():
+    run = Run.load(RECORDED)
+    for name in (steps.step_name(case) for case in bars.STEPS):
+        outcome = next(bars.judge(run, bar) for bar in bars.BARS if bar.what == f"{name}, compiled use over eager use")
+        missing = run.find(name, OURS_COMPILED) is None
+        assert (outcome.note == f"no row for {OURS_COMPILED}") is (outcome.reached is None) is missing
+    assert "bn2d 64x64x512x512 fp32" in step_report.details_markdown(run)
+
+
 def test_tables_of_steps(tmp_path):
     run = recorded_run()
     run.find("step bn2d 16x64x256x256 fp32", OURS).status = FAILED
@@ -181,7 +246,9 @@ def test_tables_of_steps(tmp_path):
     assert "| bn2d 64x64x512x512 fp32 | 8.000 | 3.000 | **0.5000** | 16.00x | 6.00x | 2,048 (4,096) |" in shown
     assert f"| bn2d 16x64x256x256 fp32 | 8.000 | 3.000 | **{FAILED}** | - | - |" in shown
     details = step_report.details_markdown(run)
-    assert details.count("\n| bn2d 64x64x512x512 fp32 |") == 3
+    assert details.count("\n| bn2d 64x64x512x512 fp32 |") == 4
+    assert f"\n| bn2d 64x64x512x512 fp32 | {OURS_COMPILED} | 0.5200 | 15.38x | 5.77x |" in details
+    assert OURS_COMPILED not in shown  # the short table has a line a case
     assert step_report.details_markdown(Run()) == step_report.markdown(Run()) == NOT_RECORDED
     out = report.Console(width=220, record=True, file=io.StringIO())
     report.show(run, out)

@@ -166,7 +166,7 @@ def test_backward_keeps_the_products_of_the_forward(name, create_graph, products
     monkeypatch.setattr(ops, "split_matmul", split_matmul)
     args = arguments(device, products=ops.FP32_PRODUCTS[products])[name]
     m, n, k = CASE.m, CASE.n, CASE.k
-    forward, backward = [(m, k, n)], [(m, n, k), (n, m, k)]
+    forward, backward = [(m, k, n)], [(n, m, k), (m, n, k)]
     expected = backward if name == "transform" else forward + backward
     if create_graph:  # the reference
         expected = []
@@ -256,6 +256,16 @@ def test_errors_of_raw_ops(mistake):
         getattr(torch.ops.cutlass_bn, f"linear_batch_norm_{name}").default(*wrong)
     for now, then in zip(args, before, strict=True):
         assert torch.equal(now, then) if isinstance(now, torch.Tensor) else now == then
+
+
+@pytest.mark.gpu
+def test_padded_rows_are_whole():
+    """cuBLAS may read a matrix to the end of its last row's padding."""
+    args = arguments("cuda")
+    for padded in (ops.stats(*args["stats"])[0], ops.backward(*args["backward"])[0]):
+        assert padded.stride() == (12, 1)
+        assert padded.untyped_storage().nbytes() == 20 * 12 * 4
+        assert not padded._is_view()
 
 
 @pytest.mark.gpu

@@ -9,8 +9,22 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batch_norm_cases import Shape
-from linear_cases import BF16, FP16, Case, fp32_precision, fused, gradients, hopper, make_layer, max_error, unfused
+from linear_cases import (
+    ACTIVATIONS,
+    BF16,
+    EPS,
+    FP16,
+    Case,
+    fp32_precision,
+    fused,
+    gradients,
+    hopper,
+    make_layer,
+    max_error,
+    unfused,
+)
 from linear_cases import oracle as linear_oracle
 from split_cases import excess, left_to_exact_kernel, normal, spanning, split_reference
 
@@ -130,10 +144,33 @@ def test_linear_batch_norm(case):
         assert max_error(y, exact) < (2e-2 if case.dtype != F32 or case.tf32 else 1e-5)
 
 
-@pytest.mark.parametrize(
+BACKWARD = pytest.mark.parametrize(
     "case", [list(LINEAR)[i] for i in (0, 1, 2, 5, 8)], ids=lambda case: case.why.replace(" ", "-")
 )
+
+
+@BACKWARD
 def test_linear_batch_norm_backward(case):
+    """From y to u, without the products."""
+    layer, dy = make_layer(case, "cuda"), torch.randn(case.m, case.n)
+    x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
+    code = linear_ops.ACTIVATION_CODES[case.activation]
+    u, stats = linear_ops.stats(x, w, b, s, mean, var, layer.num_batches_tracked, 0.1, EPS, int(case.tf32))
+    for grad_dtype in {F32, case.dtype}:
+        grad = dy.to(grad_dtype)
+        found = linear_ops.backward(grad.cuda(), u, stats, s, gamma, beta, EPS, code, True, F32, F32, F32)
+        leaves = [t.double().cpu().requires_grad_() for t in (u, gamma, beta)]
+        z = leaves[0] if s is None else leaves[0] * s.double().cpu()
+        y = ACTIVATIONS[case.activation](F.batch_norm(z, None, None, *leaves[1:], True, 0.1, EPS))
+        expected = torch.autograd.grad(y, leaves, grad.double())
+        for gradient, wanted in zip((found[0], *found[2:]), expected, strict=True):
+            assert max_error(gradient.cpu(), wanted) < (1e-2 if gradient.dtype != F32 else 1e-5)
+
+
+@pytest.mark.cublas
+@BACKWARD
+def test_linear_batch_norm_step(case):
+    """With the products: cuBLAS reads u's gradient to the end of its padded rows."""
     layer, dy = make_layer(case, "cpu"), torch.randn(case.m, case.n)
     on_gpu = layer.map(lambda t: t.cuda())
     on_gpu.num_batches_tracked = layer.num_batches_tracked.cuda()
@@ -142,3 +179,9 @@ def test_linear_batch_norm_backward(case):
     for name, expected in gradients(unfused, layer.double(), True, dy).items():
         if name not in ("bias", "scale"):
             assert max_error(found[name].cpu(), expected) < (3e-2 if case.dtype != F32 or case.tf32 else 1e-5), name
+
+
+@pytest.mark.parametrize("shape", [(70, 68), (67, 130)], ids=["in vectors", "without vectors"])
+def test_transpose(shape):
+    matrix = torch.randn(shape)
+    assert torch.equal(linear_ops.transpose_fp32(matrix.cuda()).cpu(), matrix.t())

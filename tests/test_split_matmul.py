@@ -191,6 +191,16 @@ def test_inf_and_nan_land_where_torch_puts_them(kind):
     assert max_error(ours[finite], theirs[finite]) < 1e-6 if finite.any() else kind == "every row"
 
 
+def test_a_padded_result_is_no_view(device):
+    """Autograd would forbid to change it in place."""
+    a, b = normal(20, 12, device), normal(12, 9, device).requires_grad_()
+    c = ops.split_matmul(a, b)
+    assert not c._is_view()
+    c.add_(1.0)
+    c.sum().backward()
+    assert max_error(b.grad, a.double().sum(0)[:, None].expand(12, 9)) < 1e-5
+
+
 def test_opcheck(device):
     a, b = normal(20, 12, device), normal(12, 9, device)
     torch.library.opcheck(ops.split_fp32, (a, False))
@@ -292,6 +302,28 @@ def test_cuda_graph():
         graph.replay()
         assert torch.equal(u, split(x, w))
         assert max_error(u, exact_product(x, w)) < 1e-6
+
+
+@pytest.mark.gpu
+@hopper
+@COLUMNS
+@pytest.mark.parametrize("sizes", [(20_001, 1500, 4093), (1500, 20_001, 4093), (300, 1300, 65_536)], ids=str)
+def test_the_larger_operand_is_split_in_blocks(sizes, columns):
+    """Of 128 MiB of planes, or 256 MiB where smaller ones wouldn't fill the GPU; the smaller one is split whole."""
+    m, n, k = sizes
+    x, w = normal(m, k, "cuda"), normal(n, k, "cuda")
+    for i, operand in enumerate((x, w)):  # the last result is made of what the planes can't hold: for the exact kernel
+        operand[-1] *= 2.0**-45
+        operand[-1, i] = 1.0
+    a, b = stored(x, columns), stored(w.t(), columns)
+    oracle.poison("cuda", m * n)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    c = ops.split_matmul(a, b)
+    workspace = torch.cuda.max_memory_allocated() - before - c.untyped_storage().nbytes()
+    block = 2**28 if k == 65_536 else 2**27
+    assert workspace <= 4 * min(m, n) * (k + 8) + block + 32 * (m + n) + 2**20
+    assert excess(c, x, w, extra=8) <= 1
 
 
 @pytest.mark.gpu

@@ -13,12 +13,15 @@
 namespace cutlass_bn::batch_norm {
 
 // What y is of the normalised values. SameValues: themselves.
-struct SameValues {};
+struct SameValues {
+  static constexpr Activation kActivation = Activation::kNone;
+};
 // An activation of v = (x - mean) * (weight * scale * invstd) + bias; then dv = dy * act'(v) is summed in place of dy.
+template <Activation kOf>
 struct ActivatedValues {
+  static constexpr Activation kActivation = kOf;
   float const* stats;  // [3, channels]
   ChannelVector scale, weight, bias;
-  Activation activation;
   int64_t dy_row_stride;  // elements; else dy's is that of x
 };
 
@@ -27,7 +30,7 @@ template <class G, class T, int V, bool kWithX, class After>
 __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     column_gradient_sums_kernel(G const* dy, T const* x, ChannelVector const mean_of_x, __grid_constant__ After const after,
                                 float2* partials, int64_t channels, __grid_constant__ ColumnTiling const t) {
-  constexpr bool kActivated = std::is_same_v<After, ActivatedValues>;
+  constexpr bool kActivated = After::kActivation != Activation::kNone;
   constexpr int kLoads = kGradientLoads<kWithX>;
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -76,27 +79,20 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         int const at = kActivated ? v * kColumnVectors + vector : 0;
-        auto const add_column = [&](auto const& gradient) {
-          GradientSums step;
+        GradientSums step;
 #pragma unroll
-          for (int u = 0; u < kLoads; ++u) {
-            float const centred = kWithX ? values[u][v] - mean[v] : 0.f;
-            float const dv = gradient(gradients[u][v], kActivated ? fmaf(centred, gain[at], offset[at]) : 0.f);
-            step.dy += dv;
-            if (kWithX) step.product = fmaf(dv, centred, step.product);
-          }
-          add(sums[v], step);
-        };
-        // A branch a column: around all of them it would have them all unpacked at once.
-        if constexpr (kActivated) {
-          with_activation_gradient(after.activation, add_column);
-        } else {
-          add_column([](float gradient, float) { return gradient; });
+        for (int u = 0; u < kLoads; ++u) {
+          float const centred = kWithX ? values[u][v] - mean[v] : 0.f;
+          float const activated = kActivated ? fmaf(centred, gain[at], offset[at]) : 0.f;
+          float const dv = activation_gradient<After::kActivation>(gradients[u][v], activated);
+          step.dy += dv;
+          if (kWithX) step.product = fmaf(dv, centred, step.product);
         }
+        add(sums[v], step);
       }
     };
     int64_t dy_row_stride = t.row_stride;
-    if constexpr (kActivated) dy_row_stride = after.dy_row_stride;
+    if constexpr (!std::is_same_v<After, SameValues>) dy_row_stride = after.dy_row_stride;
     int64_t const stride = t.block_rows * t.row_stride, dy_stride = t.block_rows * dy_row_stride;
     int64_t from = (first_row + row) * t.row_stride + column, dy_from = (first_row + row) * dy_row_stride + column;
     int const step = t.block_rows * kLoads;

@@ -1,12 +1,10 @@
 // From sums over tiles to dweight, dbias, dscale and the coefficients of dx.
 #include "batch_norm/gradient_map.cuh"
 #include "batch_norm/launch.h"
-#include "common/launch.cuh"
+#include "common/finalize_launch.cuh"
 
 namespace cutlass_bn::batch_norm {
 namespace {
-
-constexpr int kFinalizeThreads = 512;
 
 struct WideSums {
   double dy = 0;
@@ -84,15 +82,7 @@ __global__ void __launch_bounds__(kFinalizeThreads) gradient_finalize_kernel(__g
 
 void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t stream) {
   CUTLASS_BN_CHECK((params.maps.main == nullptr && !params.dscale) || params.stats != nullptr, "maps: expected stats, got none");
-  auto const launch = [&](auto kernel, int64_t columns) {
-    launch_kernel(kernel, dim3(static_cast<unsigned>((params.channels + columns - 1) / columns)), dim3(kFinalizeThreads), 0, stream,
-                  params);
-  };
-  if (params.channels >= 32 * device_info().sm_count / 2) {
-    launch(gradient_finalize_kernel<32>, 32);
-  } else {
-    launch(gradient_finalize_kernel<8>, 8);
-  }
+  launch_finalize_kernel(gradient_finalize_kernel<32>, gradient_finalize_kernel<8>, params, stream);
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -90,12 +90,12 @@ struct ColumnTiling {
   BlockOrder order;
 };
 
-// Vectors of a row per block: whole channels, whole vectors, near kColumnVectors, and no nearly empty last block.
-inline int32_t column_block_vectors(ChannelView const& view, int V) {
+// Vectors of a row per block: whole channels, whole vectors, near `aim`, and no nearly empty last block.
+inline int32_t column_block_vectors(ChannelView const& view, int V, int64_t aim = kColumnVectors) {
   int64_t const unit_channels = V / std::gcd(int64_t(V), view.inner);
   int64_t const unit_vectors = unit_channels * view.inner / V;
   int64_t const units = ceil_div(view.channels, unit_channels);
-  int64_t const units_per_block = std::max<int64_t>(1, kColumnVectors / unit_vectors);
+  int64_t const units_per_block = std::max<int64_t>(1, aim / unit_vectors);
   return static_cast<int32_t>(ceil_div(units, ceil_div(units, units_per_block)) * unit_vectors);
 }
 

@@ -7,7 +7,8 @@ namespace cutlass_bn::batch_norm {
 
 inline constexpr int kTransformAccesses = 2;  // rows of a thread of the column transforms, in flight together
 inline constexpr int kTransformBatches = 4;   // so many times
-inline constexpr int kMaxBlockChannels = kColumnVectors * 8;
+inline constexpr int kTransformVectors = 32;  // adjacent vectors of a row that a block of the column transforms aims to cover
+inline constexpr int kMaxBlockChannels = kTransformVectors * 8;
 
 // Large planes: vectors of the whole tensor, one a thread.
 struct PlaneVectors {
@@ -68,7 +69,7 @@ inline ColumnSegments cut_columns(ChannelView const& view, int V) {
   s.columns = view.channels * view.inner;
   s.channels = view.channels;
   s.row_stride = view.outer_stride;
-  s.block_vectors = column_block_vectors(view, V);
+  s.block_vectors = column_block_vectors(view, V, kTransformVectors);
   s.block_rows = kThreads / s.block_vectors;
   s.block_channels = static_cast<int32_t>(s.block_vectors * V / view.inner);
   s.lanes = static_cast<uint32_t>(ceil_div(view.channels, s.block_channels));

@@ -1,7 +1,10 @@
 // Derivatives of the activations.
 #pragma once
 
+#include <type_traits>
+
 #include "common/activation.h"
+#include "common/check.h"
 
 namespace cutlass_bn {
 
@@ -24,16 +27,31 @@ __device__ __forceinline__ float silu_derivative(float v) {
   return sigmoid * fmaf(v, 1.f - sigmoid, 1.f);
 }
 
-// Calls body(gradient) once, where gradient(dy, v) = dy * act'(v): one branch for as many elements as the body has. As in torch, relu
-// passes nothing on at 0, and whatever comes, Inf and NaN too, where v is NaN.
-template <class Body>
-__device__ __forceinline__ void with_activation_gradient(Activation activation, Body const& body) {
-  switch (activation) {
-    case Activation::kRelu: return body([](float dy, float v) { return v <= 0.f ? 0.f : dy; });
-    case Activation::kGelu: return body([](float dy, float v) { return dy * gelu_derivative(v); });
-    case Activation::kSilu: return body([](float dy, float v) { return dy * silu_derivative(v); });
-    default: return body([](float dy, float) { return dy; });
+// dy * act'(v). As in torch, relu passes nothing on at 0, and whatever comes, Inf and NaN too, where v is NaN.
+template <Activation kActivation>
+__device__ __forceinline__ float activation_gradient(float dy, float v) {
+  if constexpr (kActivation == Activation::kRelu) {
+    return v <= 0.f ? 0.f : dy;
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return dy * gelu_derivative(v);
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return dy * silu_derivative(v);
+  } else {
+    return dy;
   }
+}
+
+// Calls body(std::integral_constant<Activation, ...>{}): a kernel for each. A branch in the kernel, taken for every column or vector,
+// costs more than it looks (docs/performance.md).
+template <class Body>
+void dispatch_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kNone: return body(std::integral_constant<Activation, Activation::kNone>{});
+    case Activation::kRelu: return body(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kGelu: return body(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kSilu: return body(std::integral_constant<Activation, Activation::kSilu>{});
+  }
+  fail("unknown activation code ", static_cast<int>(activation));
 }
 
 }  // namespace cutlass_bn

@@ -1,11 +1,9 @@
 #include "common/finalize.h"
 
-#include "common/launch.cuh"
+#include "common/finalize_launch.cuh"
 
 namespace cutlass_bn {
 namespace {
-
-constexpr int kThreads = 512;
 
 // Sums over tiles around a shift, in fp64. The shift is the first tile's mean, so nothing cancels that a merge would keep.
 struct TileSums {
@@ -20,12 +18,11 @@ __device__ __forceinline__ void add(TileSums& a, TileSums const& b) {
   a.m2 += b.m2;
 }
 
-// kColumns channels a block, the threads of each taking its tiles in turn. Few channels get narrow blocks, or there would be too
-// few of them.
+// kColumns channels a block, the threads of each taking its tiles in turn.
 template <int kColumns>
-__global__ void __launch_bounds__(kThreads) finalize_kernel(FinalizeParams const p) {
-  constexpr int kSlices = kThreads / kColumns;
-  constexpr int kWarps = kThreads / 32;
+__global__ void __launch_bounds__(kFinalizeThreads) finalize_kernel(FinalizeParams const p) {
+  constexpr int kSlices = kFinalizeThreads / kColumns;
+  constexpr int kWarps = kFinalizeThreads / 32;
   wait_for_previous_kernel();
   allow_next_kernel();
   int const lane = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
@@ -106,15 +103,7 @@ void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream) {
 void launch_finalize(FinalizeParams const& params, cudaStream_t stream) {
   // A cumulative average divides by the counter in every block, so it has to advance before all of them.
   if (params.cumulative && params.num_batches_tracked != nullptr) launch_count_batch(params.num_batches_tracked, stream);
-  auto const launch = [&](auto kernel, int64_t columns) {
-    launch_kernel(kernel, dim3(static_cast<unsigned>((params.channels + columns - 1) / columns)), dim3(kThreads), 0, stream,
-                  params);
-  };
-  if (params.channels >= 32 * device_info().sm_count / 2) {
-    launch(finalize_kernel<32>, 32);
-  } else {
-    launch(finalize_kernel<8>, 8);
-  }
+  launch_finalize_kernel(finalize_kernel<32>, finalize_kernel<8>, params, stream);
 }
 
 }  // namespace cutlass_bn

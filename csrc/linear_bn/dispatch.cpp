@@ -51,7 +51,8 @@ Plan choose_split_plan(Request const& r) {
     plan.reason = "SGEMM is faster or more exact at this size";
   } else {
     plan.path = Path::kSplit;
-    plan.split = {*x, *w};
+    plan.split.x = *x;
+    plan.split.w = *w;
     plan.tile = choose_split_tile(plan.split, r.sm_count);
   }
   return plan;

@@ -9,7 +9,7 @@ namespace cutlass_bn::linear_bn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWidth = 64;  // threads side by side, each with N adjacent columns; kThreads / kWidth rows of them
+constexpr int kWidth = 32;  // threads side by side, each with N adjacent columns; kThreads / kWidth rows of them
 constexpr int kRowStep = kThreads / kWidth;
 constexpr int kBatches = 2;  // loads of a thread that are in flight together, so many times
 

@@ -49,4 +49,6 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
   // (linear_bn/split/split.h); a b, always by three fp16 products.
   m.def("split_fp32(Tensor matrix, bool transposed) -> (Tensor planes, Tensor exponents, Tensor census)");
   m.def("split_matmul(Tensor a, Tensor b) -> Tensor");
+  // The transpose of a float32 matrix with dense rows, written out in rows of whole 16-byte vectors.
+  m.def("transpose_fp32(Tensor matrix) -> Tensor");
 }

@@ -76,10 +76,7 @@ class NoGradGuard {
 
 // A view, without the dispatcher's detour. The 0 counts from matrix's own offset.
 Tensor transposed(Tensor const& matrix) {
-  std::array<int64_t, 2> const sizes{matrix.size(1), matrix.size(0)}, strides{matrix.stride(1), matrix.stride(0)};
-  AtenTensorHandle view = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(matrix.get(), 2, sizes.data(), strides.data(), 0, &view));
-  return Tensor(view);
+  return with_strides(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
 }
 
 // u = input weight^T by torch, which follows its own precision switches and handles every stride, and an empty K.
@@ -116,7 +113,7 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
   DeviceGuard const guard(input.get_device_index());
   cudaStream_t const stream = current_stream(input);
   int64_t const ldu = padded_row(p.n, p.dtype);
-  Tensor const u = empty_strided({p.m, p.n}, {ldu, 1}, input.scalar_type(), input.get_device_index());
+  Tensor const u = empty_padded(p.m, p.n, input.scalar_type(), input);
   Tensor const stats = empty({3, p.n}, ScalarType::Float, input);
   finalize.stats = static_cast<float*>(stats.mutable_data_ptr());
   if (p.m == 0 || p.n == 0) {

@@ -67,9 +67,7 @@ Gradients linear_batch_norm_backward(Tensor const& any_grad, Tensor const& u, Te
 
   DeviceGuard const guard(u.get_device_index());
   cudaStream_t const stream = current_stream(u);
-  int64_t const ldu = padded_row(n, dtype);
-  Tensor const du =
-      u_grad ? empty_strided({m, n}, {ldu, 1}, u.scalar_type(), u.get_device_index()) : empty({0}, u.scalar_type(), u);
+  Tensor const du = u_grad ? empty_padded(m, n, u.scalar_type(), u) : empty({0}, u.scalar_type(), u);
   VectorGradient const dscale(scale_grad, n, u), dgamma(gamma_grad, n, u), dbeta(beta_grad, n, u);
   Gradients const gradients{du, dscale.tensor, dgamma.tensor, dbeta.tensor};
   if (m == 0 || n == 0) {
@@ -122,7 +120,9 @@ Gradients linear_batch_norm_backward(Tensor const& any_grad, Tensor const& u, Te
     finalize.maps = {reinterpret_cast<float4*>(floats), ends, ends + n};
   }
   batch_norm::launch_gradient_finalize(finalize, stream);
-  if (u_grad) batch_norm::launch_activated_transform({sums.matrix, du.mutable_data_ptr(), ldu, finalize.maps}, stream);
+  if (u_grad) {
+    batch_norm::launch_activated_transform({sums.matrix, du.mutable_data_ptr(), padded_row(n, dtype), finalize.maps}, stream);
+  }
   return gradients;
 }
 

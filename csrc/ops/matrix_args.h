@@ -22,6 +22,13 @@ inline int64_t padded_row(int64_t n, DType dtype) {
   return (n + width - 1) / width * width;
 }
 
+// [m, n] in padded rows, whole in memory: cuBLAS reads to the end of the last one.
+inline Tensor empty_padded(int64_t m, int64_t n, ScalarType dtype, Tensor const& like) {
+  int64_t const ld = padded_row(n, dtype_of(dtype, "result"));
+  Tensor const rows = empty_strided({m, ld}, {ld, 1}, dtype, like.get_device_index());
+  return ld == n ? rows : with_strides(rows, {m, n}, {ld, 1});
+}
+
 inline bool has_dense_rows(Tensor const& matrix) { return matrix.size(1) <= 1 || matrix.stride(1) == 1; }
 
 inline void check_dense_rows(Tensor const& matrix, char const* name) {

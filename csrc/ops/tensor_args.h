@@ -126,6 +126,15 @@ inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef s
   return Tensor(handle);
 }
 
+// Elements of t from its first on, in other sizes and strides. Not a view to autograd.
+inline Tensor with_strides(Tensor const& t, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides) {
+  AtenTensorHandle handle = nullptr;
+  CUTLASS_BN_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0,
+                                                  &handle) == AOTI_TORCH_SUCCESS,
+                   "torch could not make a tensor of another's memory");
+  return Tensor(handle);
+}
+
 // Contiguous, on input's device.
 template <std::size_t kRank>
 Tensor empty(int64_t const (&sizes)[kRank], ScalarType dtype, Tensor const& input) {

@@ -3,7 +3,8 @@
 Schemas and kernels are in csrc/ops. With u = input weight^T [M, N] (before bias and scale), z = scale * (u + bias), and
 y = activation(BatchNorm1d(z)): `stats` computes u and the statistics of a batch and updates the running buffers,
 `transform` makes y of them and carries the gradient of the whole layer, and `inference` does everything at once from
-running statistics. `split_fp32` and `split_matmul` are the float32 products of a Hopper GPU on their own.
+running statistics. `split_fp32`, `split_matmul` and `transpose_fp32` are what float32 products of a Hopper GPU are made
+of in a backward.
 
 The backward of training is `backward`, from y to u and the vectors, and two matrix products; that of eval is made of
 ATen operations, in float32 where the input is narrower. A backward that is itself differentiated (create_graph) goes
@@ -29,6 +30,8 @@ _ACTIVATIONS = tuple(ACTIVATION_CODES)
 FP32_PRODUCTS = {"ieee": 0, "tf32": 1, "split": 2}
 # Where split_matmul is the faster one: M, N and K of at least the first, M * N of the second, M * N * K of the third.
 _SPLIT_SIZES = 512, 2**19, 2**28
+# Where TF32 products gain by a transpose: M * K * N of at least the first; where k is adjacent in a, M of the second.
+_TRANSPOSE_PRODUCTS, _TRANSPOSE_ROWS = 2**31, 8192
 _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda grad, v: grad,
     lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
@@ -56,6 +59,8 @@ if _library.library_is_loaded():
     # -> a @ b of float32 [M, K] and [K, N], each dense in rows or columns, always by the split GEMM; rows padded to 16
     # bytes. Differentiable.
     split_matmul = _ops.split_matmul.default
+    # -> float32 [M, N] with dense rows as [N, M], rows padded to 16 bytes. Not differentiable.
+    transpose_fp32 = _ops.transpose_fp32.default
 
 
 def _check_operands(input: Tensor, weight: Tensor) -> None:
@@ -117,6 +122,11 @@ def _fake_split_matmul(a: Tensor, b: Tensor) -> Tensor:
     return _empty_padded(a, a.size(0), b.size(1))
 
 
+def _fake_transpose_fp32(matrix: Tensor) -> Tensor:
+    _check_float32_matrix(matrix, "matrix")
+    return _empty_padded(matrix, matrix.size(1), matrix.size(0))
+
+
 class _Layer(NamedTuple):
     """What a gradient can be asked for, in the order of the schemas' arguments."""
 
@@ -152,21 +162,37 @@ def _unit_strided(matrix: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor, fp32_products: int) -> Tensor:
     """a @ b, as precise as the products of the forward."""
-    if (
-        fp32_products == FP32_PRODUCTS["split"]
-        and a.dtype == torch.float32
-        and _is_hopper(a.device)
-        and _is_large(a.size(0), a.size(1), b.size(1))
-    ):
-        return split_matmul(_unit_strided(a), _unit_strided(b)).contiguous()
+    if a.dtype == torch.float32 and _is_hopper(a.device):
+        if fp32_products == FP32_PRODUCTS["split"] and _is_large(a.size(0), a.size(1), b.size(1)):
+            return split_matmul(_unit_strided(a), _unit_strided(b)).contiguous()
+        if fp32_products == FP32_PRODUCTS["tf32"]:
+            return torch.mm(*_with_k_adjacent(a, b))
     return a @ b
 
 
-def _is_large(m: int, k: int, n: int) -> bool:
-    """False, too, where a size is not known while a graph is traced."""
-    size, outputs, products = _SPLIT_SIZES
-    conditions = m >= size, k >= size, n >= size, m * n >= outputs, m * n * k >= products
+def _with_k_adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b, one of them transposed in memory where cuBLAS's TF32 product gains more by it than that costs.
+
+    Tensor cores take TF32 with k adjacent in both operands alone. Where it is in neither, mending one gains the most,
+    and the smaller one costs less; where it is in a, b has to be small beside the product (docs/performance.md).
+    """
+    m, k, n = a.size(0), a.size(1), b.size(1)
+    if _are_known(m * k * n >= _TRANSPOSE_PRODUCTS, b.stride(1) == 1):
+        if _are_known(a.stride(0) == 1, m < n):
+            return transpose_fp32(a.t()), b
+        if _are_known(a.stride(0) == 1) or _are_known(a.stride(1) == 1, m >= _TRANSPOSE_ROWS, m >= 2 * k):
+            return a, transpose_fp32(b).t()
+    return a, b
+
+
+def _are_known(*conditions: Any) -> bool:
+    """Whether all hold. False, too, where a size is not known while a graph is traced."""
     return all(guard_or_false(condition) for condition in conditions)
+
+
+def _is_large(m: int, k: int, n: int) -> bool:
+    size, outputs, products = _SPLIT_SIZES
+    return _are_known(m >= size, k >= size, n >= size, m * n >= outputs, m * n * k >= products)
 
 
 def _or(vector: Tensor | None, absent: float) -> Tensor | float:
@@ -206,10 +232,9 @@ def _inference_gradients(
 
 def _products(du: Tensor, layer: _Layer, needs: _Needs, fp32_products: int) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight."""
-    return (
-        _matmul(du, layer.weight, fp32_products) if needs.input else None,
-        _matmul(du.t(), layer.input, fp32_products) if needs.weight else None,
-    )
+    # weight's first: it takes the larger workspace, beside which input's gradient needn't stand.
+    dweight = _matmul(du.t(), layer.input, fp32_products) if needs.weight else None
+    return _matmul(du, layer.weight, fp32_products) if needs.input else None, dweight
 
 
 def _differentiable_gradients(y: Tensor, grad: Tensor, layer: _Layer, needs: _Needs) -> list[Tensor | None]:
@@ -298,6 +323,7 @@ def _register() -> None:
         ("linear_batch_norm_inference", _fake_output),
         ("split_fp32", _fake_split_fp32),
         ("split_matmul", _fake_split_matmul),
+        ("transpose_fp32", _fake_transpose_fp32),
     ):
         torch.library.register_fake(f"cutlass_bn::{name}", fake)
     for name, formula, setup in (
@@ -306,7 +332,11 @@ def _register() -> None:
         ("split_matmul", _split_matmul_backward, _setup_split_matmul),
     ):
         torch.library.register_autograd(f"cutlass_bn::{name}", formula, setup_context=setup)
-    for name, op in (("linear_batch_norm_backward", backward), ("split_matmul", split_matmul)):
+    for name, op in (
+        ("linear_batch_norm_backward", backward),
+        ("split_matmul", split_matmul),
+        ("transpose_fp32", transpose_fp32),
+    ):
         torch.library.register_vmap(f"cutlass_bn::{name}", over_a_batch(op))
 
 

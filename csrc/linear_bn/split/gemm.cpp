@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/device_info.h"
 #include "linear_bn/split/exact_tiles.h"
 
 namespace cutlass_bn::linear_bn {
@@ -10,15 +11,18 @@ namespace {
 
 constexpr int64_t kTileRows = 128;  // of both split tiles
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t value, int64_t multiple) { return ceil_div(value, multiple) * multiple; }
 
 int64_t plane_bytes(int64_t rows, int64_t k) { return 2 * rows * split_ld(k) * int64_t(sizeof(uint16_t)); }
 
-// Rows of x that are split at a time: blocks of nearly the same size, whole tiles.
-int64_t block_rows(SplitSource const& x) {
-  int64_t const most = std::max(kMaxPlaneBytes / plane_bytes(1, x.k) / kTileRows, int64_t{1}) * kTileRows;
-  int64_t const blocks = (x.rows + most - 1) / most;
-  return std::min(x.rows, round_up((x.rows + blocks - 1) / blocks, kTileRows));
+// Rows of the one operand that are split at a time: blocks of nearly the same size, whole tiles.
+int64_t block_rows(SplitSource const& blocked, SplitSource const& whole, int64_t max_bytes) {
+  auto const tiles_within = [&](int64_t bytes) { return bytes / (plane_bytes(1, blocked.k) * kTileRows); };
+  int64_t const tiles_of_whole = ceil_div(whole.rows, kTileRows), busy = ceil_div(device_info().sm_count, tiles_of_whole);
+  int64_t const tiles = std::max({tiles_within(max_bytes), std::min(busy, tiles_within(kMaxPlaneBytes)), int64_t{1}});
+  int64_t const blocks = ceil_div(blocked.rows, tiles * kTileRows);
+  return std::min(blocked.rows, round_up(ceil_div(blocked.rows, blocks), kTileRows));
 }
 
 SplitSource rows_of(SplitSource source, int64_t first, int64_t rows) {
@@ -52,64 +56,86 @@ class Pieces {
   int64_t used_ = 0;
 };
 
+// The operand that is taken by blocks, and the other.
+SplitSource const& blocked_of(SplitOperands const& o) { return o.w_in_blocks ? o.w : o.x; }
+SplitSource const& whole_of(SplitOperands const& o) { return o.w_in_blocks ? o.x : o.w; }
+
 struct Workspace {
-  SplitMatrix x, w;  // x: a block of rows
+  SplitMatrix block, whole;
   void* scratch;
   int64_t bytes;
 
   Workspace(SplitOperands const& operands, void* memory) {
     Pieces pieces(memory);
-    SplitSource const block = rows_of(operands.x, 0, block_rows(operands.x));
-    x = pieces.take_matrix(block.rows, block.k);
-    w = pieces.take_matrix(operands.w.rows, operands.w.k);
-    scratch = pieces.take(std::max(split_scratch_bytes(block), split_scratch_bytes(operands.w)));
+    SplitSource const& all = whole_of(operands);
+    SplitSource const rows = rows_of(blocked_of(operands), 0, block_rows(blocked_of(operands), all, operands.max_plane_bytes));
+    block = pieces.take_matrix(rows.rows, rows.k);
+    whole = pieces.take_matrix(all.rows, all.k);
+    scratch = pieces.take(std::max(split_scratch_bytes(rows), split_scratch_bytes(all)));
     bytes = pieces.used();
   }
 };
 
-// Calls launch(GEMM operands, exact problem, first row) for every block of rows of x.
+gemm::Operands operands_of(SplitMatrix const& x, SplitMatrix const& w) {
+  gemm::Operands halves;
+  halves.x = x.planes;
+  halves.w = w.planes;
+  halves.ldx = x.ld;
+  halves.ldw = w.ld;
+  halves.m = x.rows;
+  halves.n = w.rows;
+  halves.k = x.k;
+  halves.dtype = DType::kFloat16;
+  halves.x_plane = x.rows * x.ld;
+  halves.w_plane = w.rows * w.ld;
+  halves.x_exponents = x.exponents;
+  halves.w_exponents = w.exponents;
+  return halves;
+}
+
+ExactOperand exact_of(SplitSource const& source, SplitMatrix const& split) {
+  return {source.data, source.row_stride, source.k_stride, split.census};
+}
+
+// Calls launch(GEMM operands, exact problem, first row of the blocked operand) for every block of it.
 template <class Launch>
 void for_each_block(SplitOperands const& operands, gemm::Tile tile, void* memory, cudaStream_t stream, Launch&& launch) {
-  auto const& [x, w] = operands;
-  CUTLASS_BN_CHECK(x.k == w.k, "split GEMM: expected operands of the same K, got ", x.k, " and ", w.k);
+  SplitSource const &blocked = blocked_of(operands), &all = whole_of(operands);
+  CUTLASS_BN_CHECK(blocked.k == all.k, "split GEMM: expected operands of the same K, got ", operands.x.k, " and ", operands.w.k);
   CUTLASS_BN_CHECK(gemm::is_split(tile) && gemm::shape_of(tile).m == kTileRows, "split GEMM: expected a split tile, got ",
                    gemm::name_of(tile));
-  CUTLASS_BN_CHECK(x.k <= kMaxSplitK, "split GEMM: expected K of at most ", kMaxSplitK, ", got ", x.k);
+  CUTLASS_BN_CHECK(all.k <= kMaxSplitK, "split GEMM: expected K of at most ", kMaxSplitK, ", got ", all.k);
   CUTLASS_BN_CHECK(memory != nullptr, "split GEMM: expected a workspace, got null");
   Workspace const workspace(operands, memory);
-  launch_split(w, workspace.w, workspace.scratch, stream);
-  for (int64_t first = 0; first < x.rows; first += workspace.x.rows) {
-    SplitSource const block = rows_of(x, first, std::min(workspace.x.rows, x.rows - first));
-    SplitMatrix planes = workspace.x;
-    planes.rows = block.rows;
-    launch_split(block, planes, workspace.scratch, stream);
-    gemm::Operands halves;
-    halves.x = planes.planes;
-    halves.w = workspace.w.planes;
-    halves.ldx = halves.ldw = planes.ld;
-    halves.m = block.rows;
-    halves.n = w.rows;
-    halves.k = w.k;
-    halves.dtype = DType::kFloat16;
-    halves.x_plane = planes.rows * planes.ld;
-    halves.w_plane = workspace.w.rows * workspace.w.ld;
-    halves.x_exponents = planes.exponents;
-    halves.w_exponents = workspace.w.exponents;
+  SplitMatrix const& whole = workspace.whole;
+  launch_split(all, whole, workspace.scratch, stream);
+  for (int64_t first = 0; first < blocked.rows; first += workspace.block.rows) {
+    SplitSource const rows = rows_of(blocked, first, std::min(workspace.block.rows, blocked.rows - first));
+    SplitMatrix block = workspace.block;
+    block.rows = rows.rows;
+    launch_split(rows, block, workspace.scratch, stream);
+    bool const swapped = operands.w_in_blocks;
     ExactProblem exact;
-    exact.x = {block.data, block.row_stride, block.k_stride, planes.census};
-    exact.w = {w.data, w.row_stride, w.k_stride, workspace.w.census};
-    exact.m = block.rows;
-    exact.n = w.rows;
-    exact.k = w.k;
+    exact.x = swapped ? exact_of(all, whole) : exact_of(rows, block);
+    exact.w = swapped ? exact_of(rows, block) : exact_of(all, whole);
+    exact.m = swapped ? all.rows : rows.rows;
+    exact.n = swapped ? rows.rows : all.rows;
+    exact.k = all.k;
     exact.rows_per_tile = kTileRows;
-    launch(halves, exact, first);
+    launch(swapped ? operands_of(whole, block) : operands_of(block, whole), exact, first);
   }
+}
+
+// Of the launchers whose epilogue takes whole rows of w.
+void check_blocks_of_x(SplitOperands const& operands) {
+  CUTLASS_BN_CHECK(!operands.w_in_blocks,
+                   "split GEMM: w_in_blocks: expected false, as only launch_split_product takes w in blocks");
 }
 
 }  // namespace
 
 gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count) {
-  auto const& [x, w] = operands;
+  SplitSource const &x = operands.x, &w = operands.w;
   auto const [tile_m, tile_n] = gemm::shape_of(gemm::Tile::kSplitLarge);
   int64_t const tiles = (x.rows + tile_m - 1) / tile_m * ((w.rows + tile_n - 1) / tile_n);
   bool const few_tiles = (tiles <= 2 * sm_count && x.k > 512) || (2 * tiles <= 7 * sm_count && x.k > 4096);
@@ -119,6 +145,7 @@ gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count) {
 int64_t split_workspace_bytes(SplitOperands const& operands) { return Workspace(operands, nullptr).bytes; }
 
 void launch_split_moments(SplitOperands const& operands, gemm::MomentsParams p, void* workspace, cudaStream_t stream) {
+  check_blocks_of_x(operands);
   gemm::MomentsParams const all = p;
   for_each_block(operands, p.tile, workspace, stream, [&](gemm::Operands const& halves, ExactProblem const& exact, int64_t first) {
     auto* const u = static_cast<float*>(all.u) + first * all.ldu;
@@ -131,6 +158,7 @@ void launch_split_moments(SplitOperands const& operands, gemm::MomentsParams p, 
 }
 
 void launch_split_inference(SplitOperands const& operands, gemm::InferenceParams p, void* workspace, cudaStream_t stream) {
+  check_blocks_of_x(operands);
   auto* const all = static_cast<float*>(p.y);
   for_each_block(operands, p.tile, workspace, stream, [&](gemm::Operands const& halves, ExactProblem const& exact, int64_t first) {
     float* const y = all + first * p.ldy;
@@ -145,9 +173,10 @@ void launch_split_inference(SplitOperands const& operands, gemm::InferenceParams
 
 void launch_split_product(SplitOperands const& operands, gemm::ProductParams p, void* workspace, cudaStream_t stream) {
   float* const all = p.out;
+  int64_t const step = operands.w_in_blocks ? 1 : p.ldo;
   for_each_block(operands, p.tile, workspace, stream, [&](gemm::Operands const& halves, ExactProblem const& exact, int64_t first) {
     p.operands = halves;
-    p.out = all + first * p.ldo;
+    p.out = all + first * step;
     gemm::launch_product(p, stream);
     launch_exact(ExactProduct{exact, p.out, p.ldo}, stream);
   });

@@ -11,13 +11,17 @@
 
 namespace cutlass_bn::linear_bn {
 
-struct SplitOperands {
-  SplitSource x;  // [M, K]
-  SplitSource w;  // [N, K]
-};
-
-// x is taken by blocks of rows whose planes have at most so many bytes (or one tile's rows), one after the other in the same memory.
 constexpr int64_t kMaxPlaneBytes = int64_t{1} << 28;
+
+// One operand's planes are whole in the workspace. The other is taken by blocks of rows, one after the other in the same memory, whose
+// planes have at most max_plane_bytes; up to kMaxPlaneBytes where smaller ones would leave multiprocessors idle; and those of one tile's
+// rows in any case.
+struct SplitOperands {
+  SplitSource x;             // [M, K]
+  SplitSource w;             // [N, K]
+  bool w_in_blocks = false;  // else x is; for launch_split_product alone
+  int64_t max_plane_bytes = kMaxPlaneBytes;
+};
 
 constexpr int64_t kMaxSplitK = (int64_t{1} << 30) - 1;
 
@@ -25,7 +29,7 @@ constexpr int64_t kMaxSplitK = (int64_t{1} << 30) - 1;
 // (docs/performance.md); otherwise the faster one.
 gemm::Tile choose_split_tile(SplitOperands const& operands, int sm_count);
 
-// Bytes of workspace: planes and exponents of w and of a block of x, and the scratch of their splits.
+// Bytes of workspace: planes, exponents and census of one operand and of a block of the other, and the scratch of their splits.
 int64_t split_workspace_bytes(SplitOperands const& operands);
 
 // params as the launchers of gemm/launch.h take them, with a split tile; their operands are filled in here. workspace: of

@@ -1,10 +1,12 @@
-// The parts of the split GEMM as ops of their own: float32 matrix products for the backward pass, and what tests look at.
+// What float32 matrix products of a backward pass are made of, as ops of their own: the parts of the split GEMM, and the transpose that
+// TF32 wants.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
 #include "common/device_info.h"
+#include "linear_bn/transpose.h"
 #include "ops/matrix_args.h"
 
 namespace cutlass_bn::ops {
@@ -13,6 +15,9 @@ namespace {
 using linear_bn::MatrixView;
 using linear_bn::SplitSource;
 using torch::stable::accelerator::DeviceGuard;
+
+// Less than in a forward: beside a backward's products there are y, u and their gradients.
+constexpr int64_t kBackwardPlaneBytes = linear_bn::kMaxPlaneBytes / 2;
 
 void check_float_matrix(Tensor const& t, char const* name) {
   check_cuda(t, name);
@@ -60,23 +65,39 @@ Tensor split_matmul(Tensor const& a, Tensor const& b) {
                    "a, b: expected M and N below 2^31 and K below 2^30, got ", shape_of(a), " and ", shape_of(b));
   DeviceGuard const guard(a.get_device_index());
   cudaStream_t const stream = current_stream(a);
-  // Rows of whole 16-byte vectors, which TMA wants; where N isn't a multiple of 4 the result is a view.
-  int64_t const ldo = (n + 3) / 4 * 4;
-  Tensor const out = empty_strided({m, n}, {ldo, 1}, ScalarType::Float, a.get_device_index());
+  Tensor const out = empty_padded(m, n, ScalarType::Float, a);
   if (m == 0 || n == 0) return out;
   auto* const data = static_cast<float*>(out.mutable_data_ptr());
   if (k == 0) {
-    CUTLASS_BN_CUDA(cudaMemsetAsync(data, 0, ((m - 1) * ldo + n) * sizeof(float), stream));
+    CUTLASS_BN_CUDA(cudaMemsetAsync(data, 0, m * padded_row(n, DType::kFloat32) * sizeof(float), stream));
     return out;
   }
-  linear_bn::SplitOperands const operands{source_of(view_of(a), "a"), source_of(transposed(view_of(b)), "b")};
+  linear_bn::SplitOperands operands{source_of(view_of(a), "a"), source_of(transposed(view_of(b)), "b")};
+  operands.w_in_blocks = n > m;
+  operands.max_plane_bytes = kBackwardPlaneBytes;
   Tensor const workspace = split_workspace(operands, a);
   gemm::ProductParams params;
   params.out = data;
-  params.ldo = ldo;
+  params.ldo = padded_row(n, DType::kFloat32);
   params.tile = linear_bn::choose_split_tile(operands, device_info().sm_count);
   linear_bn::launch_split_product(operands, params, workspace.mutable_data_ptr(), stream);
   return out;
+}
+
+Tensor transpose_fp32(Tensor const& matrix) {
+  check_float_matrix(matrix, "matrix");
+  check_dense_rows(matrix, "matrix");
+  DeviceGuard const guard(matrix.get_device_index());
+  Tensor const result = empty_padded(matrix.size(1), matrix.size(0), ScalarType::Float, matrix);
+  linear_bn::TransposeParams params;
+  params.x = static_cast<float const*>(matrix.const_data_ptr());
+  params.y = static_cast<float*>(result.mutable_data_ptr());
+  params.rows = matrix.size(0);
+  params.columns = matrix.size(1);
+  params.ldx = matrix.stride(0);
+  params.ldy = result.stride(0);
+  linear_bn::launch_transpose(params, current_stream(matrix));
+  return result;
 }
 
 }  // namespace
@@ -84,6 +105,7 @@ Tensor split_matmul(Tensor const& a, Tensor const& b) {
 STABLE_TORCH_LIBRARY_IMPL(cutlass_bn, CUDA, m) {
   m.impl("split_fp32", TORCH_BOX(&split_fp32));
   m.impl("split_matmul", TORCH_BOX(&split_matmul));
+  m.impl("transpose_fp32", TORCH_BOX(&transpose_fp32));
 }
 
 }  // namespace cutlass_bn::ops
