@@ -24,4 +24,4 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 fi
 
 "${pip[@]}" 'scikit-build-core>=0.11' 'cmake>=3.25' ninja
-(cd "$root" && PATH="$venv/bin:$PATH" "${pip[@]}" --no-build-isolation -C cmake.define.CUTLASS_BN_CUDA=OFF --editable '.[dev]')
+(cd "$root" && PATH="$venv/bin:$PATH" "${pip[@]}" --no-build-isolation --config-settings=cmake.define.CUTLASS_BN_CUDA=OFF --editable '.[dev]')
