@@ -21,7 +21,7 @@ COLUMNS = (256, 1024, 4096, 8192)
 DEPTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_ROWS, QUICK_COLUMNS, QUICK_DEPTHS = (64, 512, 4096), (1024, 4096), (64, 512, 4096)
 
-# Of timing a point: small problems get the rounds, each of 2 ms (timing.LEAD_CYCLES), large ones the seconds.
+# Of timing a point: small problems get the rounds, each of 1.5 ms (timing.LEAD_CYCLES), large ones the seconds.
 SECONDS, ROUNDS = 0.06, 20
 ERROR_ROWS = 512  # of x whose errors are measured
 

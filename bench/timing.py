@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from .records import Row
 
-# GPU cycles (2 ms at 2 GHz) that a round waits first. The host issues the whole round meanwhile, so that a short
-# kernel's time holds no launch gaps: those are the `overhead` suite's.
-LEAD_CYCLES = 4_000_000
+# GPU cycles (0.75 ms at 2 GHz) that a round waits first for each of its calls. The host issues the whole round
+# meanwhile, compiled steps of 1 ms among them, so that a short kernel's time holds no launch gaps: those are the
+# `overhead` suite's.
+LEAD_CYCLES = 1_500_000
 
 Call = Callable[[int], object]  # takes the number of the round, which picks the input
 
@@ -43,7 +44,7 @@ def set_time(row: Row, timing: Timing) -> None:
 
 
 def _round_cuda(calls: list[Call], index: int) -> list[float]:
-    torch.cuda._sleep(LEAD_CYCLES)
+    torch.cuda._sleep(LEAD_CYCLES * len(calls))
     events = []
     for call in calls:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

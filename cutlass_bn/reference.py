@@ -1,7 +1,8 @@
 """The definition of both layers in plain PyTorch: the path of every tensor that our kernels don't take (CPU, float64).
 
-Everything between the input and the output is computed in float64, so y is wrong by little more than its own rounding,
-whatever the mean. Differentiable, also twice. Running buffers and the counter are updated in place in training.
+Everything but the matrix product, which is PyTorch's in the input's dtype, is computed in float64, so it adds little
+more than y's own rounding, whatever the mean. Differentiable, also twice. Running buffers and the counter are updated
+in place in training.
 """
 
 import torch

@@ -116,7 +116,7 @@ def test_sdist_has_what_it_is_built_from_and_nothing_built(sdist):
 def test_cpu_only_install_from_sdist_outside_git(sdist, tmp_path):
     """sdist -> wheel -> installed package, with no compiler, and the CPU path works there."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

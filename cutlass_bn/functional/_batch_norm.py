@@ -36,9 +36,11 @@ def batch_norm(
         y, with input's shape, dtype and memory format.
 
     Raises:
-        ValueError: one value per channel in training; eps not positive; only one of the running statistics.
-        RuntimeError: a tensor of the wrong size; no running statistics in evaluation mode; a CUDA input without the
-            compiled library.
+        ValueError: one value per channel in training; eps not positive in training, or negative; only one of the
+            running statistics in training, or running_mean alone.
+        RuntimeError: fewer than 2 dimensions; a tensor of the wrong size or device; no running_mean in evaluation mode;
+            a CUDA input without the compiled library.
+        NotImplementedError: an input of another dtype.
     """
     return batch_norm_with_counter(input, running_mean, running_var, weight, bias, training, momentum, eps, None)
 

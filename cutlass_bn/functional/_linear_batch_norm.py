@@ -30,7 +30,8 @@ def linear_batch_norm(
     num_batches_tracked: Tensor | None = None,
     ieee_fp32: bool = False,
 ) -> Tensor:
-    """activation(batch_norm(scale * linear(input, weight, bias))), differentiable (also twice) in all its parameters.
+    """activation(batch_norm(scale * linear(input, weight, bias))), differentiable (also twice) in input
+    and all parameters.
 
     Args:
         input: [M, K], float32, float16 or bfloat16 (CUDA kernels) or float64.
@@ -40,20 +41,25 @@ def linear_batch_norm(
         running_mean, running_var: [N]. Updated in place in training; otherwise what is normalised with.
         gamma, beta: [N], the affine map after the normalisation.
         training: normalise with the batch's own mean and (biased) variance. So it is, too, without running statistics.
-        momentum: weight of the batch in the running statistics; None: 1 / num_batches_tracked, a cumulative average.
+        momentum: weight of the batch in the running statistics; None: 1 / num_batches_tracked, a cumulative average, or
+            0 without that counter.
         eps: added to the variance.
         activation: None, "relu", "gelu" (the erf form) or "silu".
         num_batches_tracked: one int64, incremented in training.
-        ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU and where that is
-            faster, by an emulation of fp32 by three fp16 products on the tensor cores. It is deterministic and keeps
-            SGEMM's error bound (docs/numerics.md). Where PyTorch may use TF32, TF32 it is in either case.
+        ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU, where that is faster
+            and K is at least 64, by an emulation of fp32 by three fp16 products on the tensor cores. It is
+            deterministic and keeps SGEMM's error bound (docs/numerics.md). Where PyTorch may use TF32, TF32 it is in
+            either case.
 
     Returns:
         [M, N], contiguous. Its dtype is that of linear's output promoted with scale's, as in the separate operations.
 
     Raises:
-        ValueError: input is not 2-D, a batch of one row in training, an unknown activation. Nothing has changed then.
-        RuntimeError: shapes, dtypes or devices that don't fit, or a CUDA tensor without the compiled library.
+        ValueError: input is not 2-D; one row to take statistics of; eps not positive with the batch's statistics, or
+            negative; an unknown activation. Nothing has changed then.
+        RuntimeError: shapes, dtypes or devices that don't fit; only one of the running statistics; a CUDA tensor
+            without the compiled library.
+        NotImplementedError: an input that is not floating-point.
     """
     vectors = (bias, scale, running_mean, running_var, gamma, beta)
     of_batch = training or running_mean is None

@@ -16,7 +16,7 @@ _LINEAR_FORWARD, _BATCH_NORM_FORWARD = nn.Linear.forward, nn.BatchNorm1d.forward
 
 
 class LinearBatchNorm1d(nn.Module):
-    """activation(BatchNorm1d(scale * Linear(x))): [M, in_features] -> [M, out_features], fused on CUDA.
+    """activation(BatchNorm1d(scale * Linear(x))): [M, in_features] -> [M, out_features], fused on Hopper GPUs.
 
     Same results, state and errors as the separate modules. Its state is in `gemm` (nn.Linear), `scale` (a parameter
     [out_features], or None) and `bn` (nn.BatchNorm1d); random numbers are drawn for Linear's weight, its bias, then

@@ -3,8 +3,8 @@
 Schemas and kernels are in csrc/ops. With u = input weight^T [M, N] (before bias and scale), z = scale * (u + bias), and
 y = activation(BatchNorm1d(z)): `stats` computes u and the statistics of a batch and updates the running buffers,
 `transform` makes y of them and carries the gradient of the whole layer, and `inference` does everything at once from
-running statistics. `split_fp32`, `split_matmul` and `transpose_fp32` are what float32 products of a Hopper GPU are made
-of in a backward.
+running statistics. `split_matmul` and `transpose_fp32` are what float32 products of a Hopper GPU are made of in a
+backward; `split_fp32` is the first step of the former, for tests and measurements.
 
 The backward of training is `backward`, from y to u and the vectors, and two matrix products; that of eval is made of
 ATen operations, in float32 where the input is narrower. A backward that is itself differentiated (create_graph) goes
