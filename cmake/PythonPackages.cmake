@@ -28,7 +28,7 @@ function(cutlass_bn_find_torch root version)
   cutlass_bn_find_python_package(torch torch found_root found_version)
   if(NOT found_root)
     message(FATAL_ERROR "cutlass_bn: ${Python_EXECUTABLE} has no torch, whose headers the build needs. Install torch 2.11 or newer "
-                        "there first, then build with `pip install --no-build-isolation .`.")
+                        "there first, then build with `pip install .`.")
   endif()
   if(found_version VERSION_LESS 2.11)
     message(FATAL_ERROR "cutlass_bn: torch 2.11 or newer is needed, and ${Python_EXECUTABLE} has ${found_version}.")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import _library, functional
 from .functional import _batch_norm, _linear_batch_norm
 from .modules import BatchNorm2d, LinearBatchNorm1d
+from .ops import batch_norm as batch_norm_ops
 from .ops import linear_batch_norm as linear_ops
 
 
@@ -21,7 +22,8 @@ class Plan(NamedTuple):
         our kernels around it) or "unfused modules" (its children one by one); of a BatchNorm2d "kernels"; of both
         "reference" (plain PyTorch).
     tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products emulate fp32) or, of
-        a BatchNorm2d, the memory format ("NCHW", "channels_last").
+        a BatchNorm2d, the memory format ("NCHW", "channels_last") and, in training, which passes read the input from
+        memory once ("on chip forward and backward", "on chip forward", "on chip backward"; else they read it twice).
     reason: why not the fastest path, "" where it is the fastest.
     """
 
@@ -78,8 +80,14 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _plan_batch_norm_module(module: BatchNorm2d, input: Tensor) -> Plan:
+    statistics = (module.running_mean, module.running_var)
     return _plan_batch_norm(
-        functional.batch_norm, input, module.running_mean, module.running_var, module.weight, module.bias
+        functional.batch_norm,
+        input,
+        *statistics,
+        module.weight,
+        module.bias,
+        module.training or module.running_mean is None,
     )
 
 
@@ -92,14 +100,14 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     if reason is not None:
         return Plan("reference", "", reason)
     _library.require()
-    channels_last = input.movedim(1, -1)
-    if input.is_contiguous():
-        return Plan("kernels", "NCHW", "")
-    if channels_last.is_contiguous():
-        return Plan("kernels", "channels_last", "")
-    return Plan(
-        "kernels", "channels_last" if input.stride(1) == 1 else "NCHW", "the input is copied to dense memory first"
-    )
+    dense = input.is_contiguous() or input.movedim(1, -1).is_contiguous()
+    layout = "NCHW" if input.is_contiguous() or input.stride(1) != 1 else "channels_last"
+    if a["training"] and layout == "NCHW":
+        like = input if dense else input.new_empty(input.shape)
+        plans = {name: batch_norm_ops.batch_norm_plan(like, name == "backward") for name in ("forward", "backward")}
+        on_chip = " and ".join(name for name, plan in plans.items() if plan.startswith("on chip"))
+        layout += f", on chip {on_chip}" if on_chip else ""
+    return Plan("kernels", layout, "" if dense else "the input is copied to dense memory first")
 
 
 _PLANS: tuple[tuple[Any, Callable[..., Plan]], ...] = (

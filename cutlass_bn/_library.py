@@ -18,10 +18,10 @@ import torch
 from ._version import __version__
 
 _MINIMUM_TORCH = (2, 11)  # the stable ABI that the library is compiled against (TORCH_TARGET_VERSION)
-_NEWEST_OP = "transpose_fp32"
+_NEWEST_OP = "batch_norm_training"
 _HOW_TO_BUILD = (
     "To build it, with a CUDA toolkit (nvcc) 12.8 or newer and torch installed, run "
-    "`pip install --no-build-isolation .` in a checkout of cutlass_bn (or `make build` for a checkout used in place)."
+    "`pip install .` in a checkout of cutlass_bn (or `make build` for a checkout used in place)."
 )
 
 

@@ -56,6 +56,13 @@ CASES = [
     Case((4, 8, 40, 40), "fp16 sums that overflow", F16, mean=200.0, std=10.0),
     Case((4, 8, 16, 16), "without weight and bias", affine=False),
     Case((4, 8, 32, 32), "tiny values, eps decides", std=1e-4, mean=0.0),
+    Case((4, 300, 20, 20), "more channels than are on chip at a time"),
+    Case((5, 7, 12, 43), "planes of two pieces that differ"),
+    Case((1, 2, 108, 461), "a last piece of less than a vector a lane"),
+    Case((48, 1, 96, 96), "one channel over many blocks"),
+    Case((16, 24, 64, 64), "several blocks a channel in bf16", BF16),
+    Case((16, 24, 64, 64), "several blocks a channel in fp16", F16),
+    Case((16, 6, 64, 64), "mean far from zero over several blocks", mean=1e4, std=1.0),
 ]
 
 

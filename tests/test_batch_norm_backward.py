@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cutlass_bn import BatchNorm2d
 from cutlass_bn.functional import batch_norm
+from cutlass_bn.ops import batch_norm as ops
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
@@ -51,6 +52,13 @@ CASES = [
     Case((4, 8, 32, 32), "mean far below zero channels last", mean=-1e4, std=1.0, channels_last=True),
     Case((4, 64, 7, 7), "mean far from zero in small planes", mean=1e4, std=1.0),
     Case((4, 8, 16, 16), "without weight and bias", affine=False),
+    Case((4, 300, 20, 20), "more channels than are on chip at a time"),
+    Case((5, 7, 12, 43), "planes of two pieces that differ"),
+    Case((1, 2, 108, 461), "a last piece of less than a vector a lane"),
+    Case((48, 1, 96, 96), "one channel over many blocks"),
+    Case((16, 24, 64, 64), "several blocks a channel in bf16", BF16),
+    Case((16, 24, 64, 64), "several blocks a channel in fp16", F16),
+    Case((16, 6, 64, 64), "mean far from zero over several blocks", mean=1e4, std=1.0),
     Case((2, 70000, 1, 2), "more channels than a grid dimension has blocks"),
 ]
 
@@ -245,19 +253,21 @@ def test_what_is_asked_for(shape, wanted, training, device):
 
 
 KERNELS = {
-    # What is asked for: kernels in training, kernels in eval. Reduction and finalize, then dx.
-    "xwb": (3, 3),
-    "x": (3, 1),
-    "w": (2, 2),
-    "b": (2, 2),
+    # What is asked for: kernels in training with channels on chip, without, and in eval.
+    "xwb": (1, 3, 3),
+    "x": (1, 3, 1),
+    "w": (2, 2, 2),
+    "b": (2, 2, 2),
 }
 
 
 @pytest.mark.gpu
-@TRAINING
+@pytest.mark.parametrize(
+    ("shape", "training"), [((4, 8, 32, 32), True), ((4, 8, 8, 8), True), ((4, 8, 32, 32), False)], ids=str
+)
 @pytest.mark.parametrize("wanted", KERNELS)
-def test_nothing_else_is_launched(wanted, training):
-    layer, grad = make_layer(Case((4, 8, 32, 32), ""), "cuda")
+def test_nothing_else_is_launched(wanted, shape, training):
+    layer, grad = make_layer(Case(shape, ""), "cuda")
     leaves = dict(zip("xwb", (layer.x, layer.weight, layer.bias), strict=True))
     for name in wanted:
         leaves[name].requires_grad_()
@@ -273,7 +283,9 @@ def test_nothing_else_is_launched(wanted, training):
     if not names:
         pytest.skip("the profiler sees no kernels here")
     assert all("cutlass_bn" in name for name in names), names
-    assert len(names) == KERNELS[wanted][0 if training else 1], names
+    on_chip = ops.batch_norm_plan(layer.x.detach(), True).startswith("on chip")
+    assert len(names) == KERNELS[wanted][0 if training and on_chip else 1 if training else 2], names
+    assert on_chip == (shape == (4, 8, 32, 32))
 
 
 @pytest.mark.gpu

@@ -16,17 +16,12 @@ from cutlass_bn.ops import batch_norm as ops
 pytestmark = pytest.mark.skipif(not library_is_loaded(), reason="needs the compiled library")
 
 
-def cpu_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps) -> Tensor:
-    """batch_norm_stats for CPU tensors, so that everything around the kernels can be tested without a GPU."""
+def cpu_training(input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps):
+    """batch_norm_training for CPU tensors, so that everything around the kernels can be tested without a GPU."""
     exact = oracle.batch_norm(input)
-    reference.batch_norm(input, running_mean, running_var, num_batches_tracked, None, None, True, momentum, eps)
+    y = reference.batch_norm(input, running_mean, running_var, num_batches_tracked, weight, bias, True, momentum, eps)
     mean = exact.mean.float()
-    return torch.stack([mean, (exact.mean - mean).float(), torch.rsqrt(exact.var + eps).float()])
-
-
-def cpu_transform(input, stats, weight, bias) -> Tensor:
-    mean, variance = stats[0].double() + stats[1], stats[2].double().pow(-2)
-    return reference.batch_norm(input, mean, variance, None, weight, bias, False, 0.0, 0.0)
+    return y.detach(), torch.stack([mean, (exact.mean - mean).float(), torch.rsqrt(exact.var + eps).float()])
 
 
 def cpu_inference(input, running_mean, running_var, weight, bias, eps) -> Tensor:
@@ -77,8 +72,7 @@ def ops_device(device):
     with contextlib.ExitStack() as stack:
         if device == "cpu":
             library = stack.enter_context(torch.library._scoped_library("cutlass_bn", "IMPL"))
-            library.impl("batch_norm_stats", cpu_stats, "CPU")
-            library.impl("batch_norm_transform", cpu_transform, "CPU")
+            library.impl("batch_norm_training", cpu_training, "CPU")
             library.impl("batch_norm_inference", cpu_inference, "CPU")
             library.impl("batch_norm_backward", cpu_backward, "CPU")
             library.impl("batch_norm_inference_backward", cpu_inference_backward, "CPU")
@@ -104,12 +98,13 @@ def test_opcheck(dtype, channels_last, ops_device):
     # test_schema objects to the stand-ins for the kernels: they are Python, and it looks inside.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     options = {"test_utils": ("test_schema", *utils) if ops_device == "cuda" else utils}
-    torch.library.opcheck(ops.batch_norm_stats, (a["x"], a["mean"], a["var"], a["counter"], 0.1, 1e-5), **options)
-    torch.library.opcheck(ops.batch_norm_stats, (a["x"], None, None, None, None, 1e-5), **options)
-    stats = ops.batch_norm_stats(a["x"], None, None, None, 0.1, 1e-5)
-    x, weight, bias = (a[name].requires_grad_() for name in ("x", "weight", "bias"))
-    torch.library.opcheck(ops.batch_norm_transform, (x, stats, weight, bias), **options)
-    torch.library.opcheck(ops.batch_norm_transform, (x, stats, None, None), **options)
+    running = (a["mean"], a["var"], a["counter"])
+    for _ in range(2):  # without and with gradients
+        x, weight, bias = a["x"], a["weight"], a["bias"]
+        torch.library.opcheck(ops.batch_norm_training, (x, *running, weight, bias, 0.1, 1e-5), **options)
+        torch.library.opcheck(ops.batch_norm_training, (x, None, None, None, None, None, None, 1e-5), **options)
+        for tensor in (x, weight, bias):
+            tensor.requires_grad_()
     torch.library.opcheck(ops.batch_norm_inference, (x, a["mean"], a["var"], weight, bias, 1e-5), **options)
 
 
@@ -117,15 +112,14 @@ def layer_of_ops(x, mean, var, weight, bias, training) -> Tensor:
     """As under torch.compile."""
     if not training:
         return ops.batch_norm_inference(x, mean, var, weight, bias, 1e-5)
-    return ops.batch_norm_transform(x, ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5), weight, bias)
+    return ops.batch_norm_training(x, mean, var, None, weight, bias, 0.1, 1e-5)[0]
 
 
 def eager_layer(x, mean, var, weight, bias, training) -> Tensor:
     """As functional.batch_norm calls them."""
     if not training:
         return ops.differentiable_inference(x, mean, var, weight, bias, 1e-5)
-    stats = ops.batch_norm_stats(x.detach(), mean, var, None, 0.1, 1e-5)
-    return ops.differentiable_transform(x, stats, weight, bias)
+    return ops.differentiable_training(x, mean, var, None, weight, bias, 0.1, 1e-5)[0]
 
 
 LAYERS = pytest.mark.parametrize("layer", [layer_of_ops, eager_layer])
@@ -153,7 +147,7 @@ def test_opcheck_of_the_gradients(wanted, layout, ops_device):
     a = arguments(ops_device, channels_last=layout == "channels_last")
     grad = torch.randn_like(a["x"])
     grad = {"transposed": grad.mT.contiguous().mT, "expanded": grad[:, :1, :1].expand_as(grad)}.get(layout, grad)
-    stats = ops.batch_norm_stats(a["x"], None, None, None, 0.1, 1e-5)
+    _, stats = ops.batch_norm_training(a["x"], None, None, None, None, None, 0.1, 1e-5)
     utils = ("test_faketensor", "test_aot_dispatch_dynamic")
     options = {"test_utils": ("test_schema", *utils) if ops_device == "cuda" else utils}
     in_training, in_eval = NEEDED[wanted]
@@ -237,7 +231,7 @@ def test_fake_cuda_tensors(shape, training):
         if len(shape) == 4:
             x = x.to(memory_format=torch.channels_last)
         vectors = [torch.empty(3, device="cuda") for _ in range(4)]
-        stats = ops.batch_norm_stats(x, *vectors[:2], None, 0.1, 1e-5)
+        _, stats = ops.batch_norm_training(x, *vectors[:2], None, None, None, 0.1, 1e-5)
         assert stats.shape == (3, 3)
         assert stats.dtype == torch.float32
         y = batch_norm(x, *vectors, training=training)
@@ -262,38 +256,24 @@ MISTAKES = {
         lambda a: {**a, "x": a["x"][:1, :, :1, :1].contiguous()},
         "input: expected more than 1 value",
     ),
+    "weight too short": (lambda a: {**a, "weight": a["weight"][:2]}, r"weight: expected shape \[3\], got \[2\]"),
+    "float64 bias": (lambda a: {**a, "bias": a["bias"].double()}, "bias: expected float32, float16 or bfloat16"),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_stats_errors_change_nothing(mistake):
+def test_errors_change_nothing(mistake):
     spoil, message = MISTAKES[mistake]
     good = arguments("cuda")
     before = [good[name].clone() for name in ("mean", "var", "counter")]
     a = spoil({**good, "momentum": 0.1})
     with pytest.raises(RuntimeError, match=message):
-        ops.batch_norm_stats.redispatch(
+        ops.batch_norm_training.redispatch(
             torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA),
-            a["x"], a["mean"], a["var"], a["counter"], a["momentum"], 1e-5,
+            a["x"], a["mean"], a["var"], a["counter"], a["weight"], a["bias"], a["momentum"], 1e-5,
         )  # fmt: skip
     assert all(torch.equal(good[name], old) for name, old in zip(("mean", "var", "counter"), before, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda a: {**a, "stats": a["stats"][:2]}, r"stats: expected shape \[3, 3\], got \[2, 3\]"),
-        (lambda a: {**a, "stats": a["stats"].half()}, "stats: expected a contiguous float32"),
-        (lambda a: {**a, "weight": a["weight"][:2]}, r"weight: expected shape \[3\], got \[2\]"),
-        (lambda a: {**a, "bias": a["bias"].double()}, "bias: expected float32, float16 or bfloat16"),
-    ],
-)
-def test_transform_errors(spoil, message):
-    a = spoil({**arguments("cuda"), "stats": torch.zeros(3, 3, device="cuda")})
-    with pytest.raises(RuntimeError, match=message):
-        ops.batch_norm_transform(a["x"], a["stats"], a["weight"], a["bias"])
 
 
 @pytest.mark.gpu

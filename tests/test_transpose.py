@@ -136,7 +136,9 @@ ROWS, COLUMNS = False, True
         (ROWS, ROWS, {"_TRANSPOSE_ROWS": 21}, []),
         (ROWS, ROWS, {"_TRANSPOSE_PRODUCTS": PRODUCTS + 1}, []),
         (COLUMNS, ROWS, {}, [B]),
-        (COLUMNS, ROWS, {"_TRANSPOSE_ROWS": 21}, [B]),
+        (ROWS, ROWS, {"_TRANSPOSE_ROW_OUTPUTS": 20 * 16 + 1}, []),
+        (COLUMNS, ROWS, {"_TRANSPOSE_ROWS": 21, "_TRANSPOSE_ROW_OUTPUTS": 20 * 16 + 1}, [B]),
+        (COLUMNS, ROWS, {"_TRANSPOSE_OUTPUTS": 20 * 16 + 1}, []),
         (COLUMNS, ROWS, {"b": (10, 24)}, [(10, 20)]),  # a's transpose is the smaller one
         (COLUMNS, ROWS, {"_TRANSPOSE_PRODUCTS": PRODUCTS + 1}, []),
         (ROWS, COLUMNS, {}, []),
@@ -157,7 +159,9 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
 
     settings = {
         "_TRANSPOSE_PRODUCTS": PRODUCTS,
+        "_TRANSPOSE_OUTPUTS": 20 * 16,
         "_TRANSPOSE_ROWS": 20,
+        "_TRANSPOSE_ROW_OUTPUTS": 20 * 16,
         "a": A,
         "b": B,
         "products": "tf32",
@@ -166,8 +170,9 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
     settings |= changes
     monkeypatch.setattr(ops, "transpose_fp32", transpose)
     monkeypatch.setattr(ops, "_is_hopper", lambda _: settings["hopper"])
-    monkeypatch.setattr(ops, "_TRANSPOSE_PRODUCTS", settings["_TRANSPOSE_PRODUCTS"])
-    monkeypatch.setattr(ops, "_TRANSPOSE_ROWS", settings["_TRANSPOSE_ROWS"])
+    for name in settings:
+        if name.startswith("_TRANSPOSE"):
+            monkeypatch.setattr(ops, name, settings[name])
 
     def operand(shape, columns):
         return torch.rand(shape[::-1], device=device).t() if columns else torch.rand(shape, device=device)
@@ -184,7 +189,9 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
     ("sizes", "columns", "transposed"),
     [
         ((2048, 1024, 2047), False, []),
-        ((8192, 1024, 513), False, [(1024, 513)]),
+        ((8192, 1024, 513), False, []),
+        ((8192, 1024, 1025), False, [(1024, 1025)]),
+        ((512, 5000, 1025), True, []),
         ((4096, 16384, 1025), True, [(16384, 1025)]),
         ((1024, 5000, 3001), True, [(5000, 1024)]),
     ],

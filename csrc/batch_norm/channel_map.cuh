@@ -12,6 +12,12 @@ struct ChannelMap {
   __device__ __forceinline__ float operator()(float x) const { return fmaf(x - mean, gain, shift); }
 };
 
+__device__ __forceinline__ ChannelMap channel_map(float mean, float remainder, float invstd, float weight, float bias) {
+  float const gain = weight * invstd;
+  // Not 0 * gain: with eps 0 a variance of 0 makes the gain infinite, and y is then infinite but where x is the mean.
+  return {mean, gain, remainder == 0.f ? bias : fmaf(-remainder, gain, bias)};
+}
+
 struct ChannelMapParams {
   float const* stats;
   int64_t channels;
@@ -38,9 +44,7 @@ struct ChannelMapParams {
       remainder = 0.f;
       invstd = __frsqrt_rn(running_var.load(channel) + eps);
     }
-    float const gain = weight.load_or(channel, 1.f) * invstd, shift = bias.load_or(channel, 0.f);
-    // Not 0 * gain: with eps 0 a variance of 0 makes the gain infinite, and y is then infinite but where x is the mean.
-    return {mean, gain, remainder == 0.f ? shift : fmaf(-remainder, gain, shift)};
+    return channel_map(mean, remainder, invstd, weight.load_or(channel, 1.f), bias.load_or(channel, 0.f));
   }
 };
 

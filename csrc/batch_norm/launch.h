@@ -1,12 +1,13 @@
-// Batch normalisation over the channels of a dense activation. Training: launch_stats, common/finalize.h, launch_transform.
-// Eval: launch_transform with running statistics. No launcher takes an empty activation.
+// Batch normalisation over the channels of a dense activation. Training: launch_stats, common/finalize.h, launch_transform, or,
+// where plan_resident finds one, launch_resident_forward. Eval: launch_transform with running statistics. No launcher takes an empty
+// activation.
 //
 // Its backward, with x^ = (x - mean) * invstd and sums over a channel's n rows:
 //   dbias = sum(dy), dweight = sum(dy * x^)
 //   dx = weight * invstd * (dy - dbias / n - x^ * dweight / n)      in training
 //   dx = weight * invstd * dy                                       in eval, where mean and invstd are constants
-// launch_gradient_sums, launch_gradient_finalize and, in training, launch_gradient_transform. In eval dx is launch_transform of dy
-// with the running variance alone. Where the layer normalises z = scale * x, dx = scale * dz, and as sums of x - mean are 0,
+// launch_gradient_sums, launch_gradient_finalize and, in training, launch_gradient_transform, or launch_resident_gradient for all
+// three. In eval dx is launch_transform of dy with the running variance alone. Where the layer normalises z = scale * x, dx = scale * dz, and as sums of x - mean are 0,
 //   dscale = sum(dz * (x - mean)) = weight * eps * invstd^3 * sum(dy * (x - mean))
 // without cancellation, and exact where scale is 0.
 #pragma once
@@ -16,6 +17,7 @@
 #include <cstdint>
 
 #include "batch_norm/params.h"
+#include "batch_norm/resident.h"
 
 namespace cutlass_bn::batch_norm {
 
@@ -43,8 +45,14 @@ void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t
 // dx in training. One kernel.
 void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
 
-// The first and the third of these for the columns of a matrix that are scaled before and activated after the normalisation, with
-// dv = dy * act'(v) in place of dy. One kernel each.
+// Statistics, running buffers and y. One kernel, two with a cumulative average.
+void launch_resident_forward(ResidentForwardParams const& params, ResidentPlan const& plan, cudaStream_t stream);
+
+// dweight, dbias and dx in training. One kernel.
+void launch_resident_gradient(ResidentGradientParams const& params, ResidentPlan const& plan, cudaStream_t stream);
+
+// The sums and the transform of the gradients for the columns of a matrix that are scaled before and activated after the
+// normalisation, with dv = dy * act'(v) in place of dy. One kernel each.
 void launch_activated_sums(ActivatedSumsParams const& params, cudaStream_t stream);
 void launch_activated_transform(ActivatedTransformParams const& params, cudaStream_t stream);
 

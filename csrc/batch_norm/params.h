@@ -8,6 +8,7 @@
 #include "common/activation.h"
 #include "common/channel_vector.h"
 #include "common/dtype.h"
+#include "common/finalize.h"
 
 namespace cutlass_bn::batch_norm {
 
@@ -90,6 +91,25 @@ struct GradientTransformParams {
   DType dtype = DType::kFloat32;
   ChannelView view;
   GradientMaps maps;  // of GradientFinalizeParams
+};
+
+// The whole of a training forward and backward, for channels that are kept on chip (resident.h).
+struct ResidentForwardParams {
+  void const* x = nullptr;  // as the plan's view says; a multiple of 16 bytes
+  void* y = nullptr;        // the same
+  DType dtype = DType::kFloat32;
+  ChannelVector weight, bias;  // [channels]; absent: 1, 0
+  FinalizeParams finalize;     // without partials, tiles, scale and bias
+  float4* exchange = nullptr;  // exchange_bytes() of the plan
+};
+
+struct ResidentGradientParams {
+  void const* dy = nullptr;  // as the plan's view says; a multiple of 16 bytes
+  void const* x = nullptr;   // the same, as is dx
+  void* dx = nullptr;
+  DType dtype = DType::kFloat32;
+  GradientFinalizeParams finalize;  // without partials, tiles and maps; with stats
+  float4* exchange = nullptr;       // exchange_bytes() of the plan
 };
 
 // A matrix x whose columns are the channels, and the gradient of y = activation(v), v = (x - mean) * (weight * scale * invstd) + bias.

@@ -25,11 +25,12 @@ DeviceInfo const& device_info() {
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.sm_count, cudaDevAttrMultiProcessorCount, device));
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     info.compute_capability = 10 * major + minor;
-    // By the code, not the device: PTX for an older architecture runs on newer devices, but without the instruction.
+    // By the code, not the device: PTX for an older architecture runs on newer devices, but without the instructions.
     cudaFuncAttributes code{};
     CUTLASS_BN_CUDA(cudaFuncGetAttributes(&code, probe_kernel));
-    info.dependent_launch = code.ptxVersion >= 90 && info.compute_capability >= 90;
+    info.has_sm90_code = code.ptxVersion >= 90 && info.compute_capability >= 90;
     infos[device] = info;
   });
   return infos[device];

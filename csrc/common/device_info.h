@@ -5,8 +5,11 @@ namespace cutlass_bn {
 
 struct DeviceInfo {
   int sm_count = 0;
-  int compute_capability = 0;     // 10 * major + minor
-  bool dependent_launch = false;  // whether the code that runs here has wait_for_previous_kernel()
+  int compute_capability = 0;  // 10 * major + minor
+  int shared_bytes = 0;        // shared memory that a block can have
+  bool has_sm90_code =
+      false;  // whether the code that runs here is compiled for compute capability 9.0 or more: dependent launches,
+              // bulk copies
 };
 
 // Of the current device; read once per device and process.

@@ -38,4 +38,8 @@ void launch_finalize(FinalizeParams const& params, cudaStream_t stream);
 // num_batches_tracked += 1 and nothing else.
 void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream);
 
+// The same where `cumulative`: every block divides by the counter, so it has to advance before all of them. Else the kernel that
+// writes the statistics counts.
+void launch_count_before(FinalizeParams const& params, cudaStream_t stream);
+
 }  // namespace cutlass_bn

@@ -25,20 +25,40 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
+// attribute: absent where null.
+template <class... KernelArgs, class... Args>
+void launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
+                 std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute attributes[1];
+  if (attribute != nullptr) attributes[0] = *attribute;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
+  CUTLASS_BN_CUDA(cudaLaunchKernelEx(&config, kernel, KernelArgs(std::forward<Args>(args))...));
+}
+
 template <class... KernelArgs, class... Args>
 void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
                    Args&&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device_info().dependent_launch ? 1 : 0;
-  CUTLASS_BN_CUDA(cudaLaunchKernelEx(&config, kernel, KernelArgs(std::forward<Args>(args))...));
+  launch_with(device_info().has_sm90_code ? &attribute : nullptr, kernel, grid, block, shared_bytes, stream,
+              std::forward<Args>(args)...);
+}
+
+// All blocks run at the same time, so that they may wait for each other.
+template <class... KernelArgs, class... Args>
+void launch_cooperative_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
+                               Args&&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  launch_with(&attribute, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace cutlass_bn

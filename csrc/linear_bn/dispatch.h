@@ -23,7 +23,7 @@ struct MatrixView {
 enum class Fp32Products : int {
   kIeee = 0,   // torch.mm
   kTf32 = 1,   // operands rounded to TF32
-  kSplit = 2,  // three fp16 products, as exact as float32
+  kSplit = 2,  // three fp16 products: each x w is off by up to 2^-21 of it (docs/numerics.md)
 };
 
 struct Request {

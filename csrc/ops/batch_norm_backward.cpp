@@ -83,6 +83,22 @@ struct Reduction {
   batch_norm::GradientMaps maps;  // what the transform needs for dx in training, null where that is not asked for
 };
 
+// But for partials, tiles and maps.
+batch_norm::GradientFinalizeParams finalize_params(ChannelView const& view, Statistics const& statistics,
+                                                   ChannelVector const& weight, MutableChannelVector const& dweight,
+                                                   MutableChannelVector const& dbias) {
+  batch_norm::GradientFinalizeParams finalize;
+  finalize.channels = view.channels;
+  finalize.rows = view.outer * view.inner;
+  finalize.stats = statistics.stats;
+  finalize.running_var = statistics.running_var;
+  finalize.eps = statistics.eps;
+  finalize.weight = weight;
+  finalize.dweight = dweight;
+  finalize.dbias = dbias;
+  return finalize;
+}
+
 // Two kernels.
 Reduction launch_reduction(Tensor const& grad, void const* x, ChannelView const& view, ChannelVector const& weight,
                            Statistics const& statistics, bool wants_maps, MutableChannelVector const& dweight,
@@ -105,17 +121,10 @@ Reduction launch_reduction(Tensor const& grad, void const* x, ChannelView const&
   sums.partials = reinterpret_cast<float2*>(floats + map_floats);
   batch_norm::launch_gradient_sums(sums, stream);
 
-  batch_norm::GradientFinalizeParams finalize;
+  batch_norm::GradientFinalizeParams finalize = finalize_params(view, statistics, weight, dweight, dbias);
   finalize.partials = sums.partials;
   finalize.tiles = tiles;
-  finalize.channels = view.channels;
-  finalize.rows = rows;
-  finalize.stats = x != nullptr ? statistics.stats : nullptr;
-  finalize.running_var = statistics.running_var;
-  finalize.eps = statistics.eps;
-  finalize.weight = weight;
-  finalize.dweight = dweight;
-  finalize.dbias = dbias;
+  if (x == nullptr) finalize.stats = nullptr;
   if (wants_maps) finalize.maps = {reinterpret_cast<float4*>(floats), floats + map_floats + partial_floats};
   batch_norm::launch_gradient_finalize(finalize, stream);
   return {workspace, finalize.maps};
@@ -140,6 +149,21 @@ Gradients gradients(Tensor const& any_grad, std::optional<Tensor> const& input, 
   bool const training_dx = wanted.dx && statistics.of_batch();
   bool const reads_x = training_dx || wanted.dweight;
   void const* const x = reads_x ? input->const_data_ptr() : nullptr;
+  if (training_dx) {
+    DType const dtype = dtype_of(grad, "grad");
+    if (auto const plan = plan_on_chip(view, dtype, true, {grad.const_data_ptr(), x, dx.mutable_data_ptr()})) {
+      Tensor const exchange = empty({plan->exchange_bytes()}, ScalarType::Byte, grad);
+      batch_norm::ResidentGradientParams params;
+      params.dy = grad.const_data_ptr();
+      params.x = x;
+      params.dx = dx.mutable_data_ptr();
+      params.dtype = dtype;
+      params.finalize = finalize_params(view, statistics, weight, output(dweight, wanted.dweight), output(dbias, wanted.dbias));
+      params.exchange = static_cast<float4*>(exchange.mutable_data_ptr());
+      batch_norm::launch_resident_gradient(params, *plan, stream);
+      return {dx, dweight, dbias};
+    }
+  }
   std::optional<Reduction> reduction;
   if (training_dx || wanted.dweight || wanted.dbias) {
     reduction = launch_reduction(grad, x, view, weight, statistics, training_dx, output(dweight, wanted.dweight),

@@ -1,11 +1,14 @@
 // From an activation tensor to batch_norm::ChannelView.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "batch_norm/params.h"
+#include "batch_norm/resident.h"
 #include "ops/tensor_args.h"
 
 namespace cutlass_bn::ops {
@@ -55,7 +58,16 @@ inline Tensor empty_with_layout_of(Tensor const& t) {
   return empty_strided({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, t.scalar_type(), t.get_device_index());
 }
 
-// float32 [3, channels], contiguous: what batch_norm_stats returns.
+// plan_resident for tensors at these addresses.
+inline std::optional<batch_norm::ResidentPlan> plan_on_chip(batch_norm::ChannelView const& view, DType dtype, bool backward,
+                                                            std::initializer_list<void const*> addresses) {
+  for (void const* address : addresses) {
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return std::nullopt;
+  }
+  return batch_norm::plan_resident(view, dtype, backward);
+}
+
+// float32 [3, channels], contiguous: what batch_norm_training returns.
 inline float const* stats_data(Tensor const& stats, int64_t channels, Tensor const& input) {
   check_on_device_of(stats, "stats", input);
   check_shape(stats, "stats", {3, channels});

@@ -7,9 +7,8 @@
 STABLE_TORCH_LIBRARY(cutlass_bn, m) {
   // BatchNorm over dim 1 of input [N, C, ...], dense in either memory format.
   m.def(
-      "batch_norm_stats(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps) -> Tensor");
-  m.def("batch_norm_transform(Tensor input, Tensor stats, Tensor? weight, Tensor? bias) -> Tensor");
+      "batch_norm_training(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "Tensor? weight, Tensor? bias, float? momentum, float eps) -> (Tensor y, Tensor stats)");
   m.def(
       "batch_norm_inference(Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight, Tensor? bias, float eps) -> "
       "Tensor");
@@ -23,6 +22,8 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
   m.def(
       "batch_norm_inference_backward(Tensor grad, Tensor? input, Tensor? running_mean, Tensor? running_var, Tensor? weight, "
       "float eps, bool input_grad, ScalarType? weight_grad, ScalarType? bias_grad) -> (Tensor, Tensor, Tensor)");
+  // Which kernels training takes for this input, as text: "on chip" (batch_norm/resident.h) or "two passes". Reads no data.
+  m.def("batch_norm_plan(Tensor input, bool backward) -> str");
 
   // fp32_products: how float32 products are made (linear_bn/dispatch.h): 0 IEEE, 1 TF32, 2 split.
   // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], without bias and scale.

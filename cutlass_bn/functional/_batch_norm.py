@@ -87,20 +87,21 @@ def batch_norm_with_counter(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
+    statistics = (running_mean, running_var)
+    if training:
+        arguments = (input, *statistics, num_batches_tracked, weight, bias, momentum, eps)
+        if torch.compiler.is_compiling():
+            return ops.batch_norm_training(*arguments)[0]
+        if wants_grad:
+            return ops.differentiable_training(*arguments)[0]
+        with _below_autograd():
+            return ops.batch_norm_training(*arguments)[0]
     if torch.compiler.is_compiling():
-        if not training:
-            return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
-        stats = ops.batch_norm_stats(input.detach(), running_mean, running_var, num_batches_tracked, momentum, eps)
-        return ops.batch_norm_transform(input, stats, weight, bias)
-    if not training and wants_grad:
-        return ops.differentiable_inference(input, running_mean, running_var, weight, bias, eps)
+        return ops.batch_norm_inference(input, *statistics, weight, bias, eps)
+    if wants_grad:
+        return ops.differentiable_inference(input, *statistics, weight, bias, eps)
     with _below_autograd():
-        if not training:
-            return ops.batch_norm_inference(input, running_mean, running_var, weight, bias, eps)
-        stats = ops.batch_norm_stats(input, running_mean, running_var, num_batches_tracked, momentum, eps)
-        if not wants_grad:
-            return ops.batch_norm_transform(input, stats, weight, bias)
-    return ops.differentiable_transform(input, stats, weight, bias)
+        return ops.batch_norm_inference(input, *statistics, weight, bias, eps)
 
 
 def reason_for_reference(
@@ -148,7 +149,7 @@ def _check(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """In training two ops run: when the second one finds weight or bias wrong, the first has changed the statistics."""
+    """What torch's own function checks, with its types of errors."""
     if input.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise NotImplementedError(f'"batch_norm" not implemented for {input.dtype}')
     expected, device = (input.size(1),), input.device

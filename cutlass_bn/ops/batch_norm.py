@@ -1,9 +1,8 @@
 """The batch-norm ops of csrc/ops/batch_norm*.cpp: Python entries, fake implementations, autograd and vmap formulas.
 
-`batch_norm_stats` updates running buffers and has no gradient. `batch_norm_transform` has the gradient of batch
-normalisation as a whole: its `stats` are treated as what they are, functions of `input`. The gradients are ops
-themselves, `batch_norm_backward` and `batch_norm_inference_backward`; where a graph of them is asked for (create_graph)
-formulas in plain PyTorch take their place.
+`batch_norm_training` updates running buffers, returns y and `stats`, and is differentiable in input, weight and bias
+through y. The gradients are ops themselves, `batch_norm_backward` and `batch_norm_inference_backward`; where a graph of
+them is asked for (create_graph) formulas in plain PyTorch take their place.
 """
 
 from collections.abc import Callable
@@ -20,12 +19,12 @@ from .._library import library_is_loaded
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 if library_is_loaded():
-    batch_norm_stats = torch.ops.cutlass_bn.batch_norm_stats.default
-    batch_norm_transform = torch.ops.cutlass_bn.batch_norm_transform.default
+    batch_norm_training = torch.ops.cutlass_bn.batch_norm_training.default
     batch_norm_inference = torch.ops.cutlass_bn.batch_norm_inference.default
     # -> dx, dweight, dbias. What they take is in csrc/ops/library.cpp.
     batch_norm_backward = torch.ops.cutlass_bn.batch_norm_backward.default
     batch_norm_inference_backward = torch.ops.cutlass_bn.batch_norm_inference_backward.default
+    batch_norm_plan = torch.ops.cutlass_bn.batch_norm_plan.default
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
@@ -36,19 +35,17 @@ def _reduced_dims(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _fake_stats(
+def _fake_training(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     momentum: float | None,
     eps: float,
-) -> Tensor:
-    return input.new_empty((3, input.size(1)), dtype=torch.float32)
-
-
-def _fake_transform(input: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return torch.empty_like(input)
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input), input.new_empty((3, input.size(1)), dtype=torch.float32)
 
 
 def _fake_inference(
@@ -89,32 +86,39 @@ def over_a_batch(op: Callable[..., Any]) -> Callable[..., Any]:
     return formula
 
 
-def _save_for_transform(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, stats, weight, bias = inputs
+def _save_for_training(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, *_, weight, bias, _, _ = inputs
+    stats = output[1]
     # The bias alone needs only sum(grad).
-    needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
+    needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[4]
     ctx.save_for_backward(*((input, stats, weight) if needs_input else (None, None, None)))
     ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)  # or zeros would be written for stats
 
 
-def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
-        return _differentiable_backward(ctx, grad)
-    needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad
+def _training_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    formula = _differentiable_gradients if torch.is_grad_enabled() else _gradients  # create_graph, or not
+    dx, dweight, dbias = formula(ctx, grad)
+    return dx, None, None, None, dweight, dbias, None, None
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs_dx, *_, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
     dx, dweight, dbias = batch_norm_backward(
         grad, input, stats, weight, needs_dx,
         weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None,
     )  # fmt: skip
-    return dx if needs_dx else None, None, dweight if needs_dweight else None, dbias if needs_dbias else None
+    return dx if needs_dx else None, dweight if needs_dweight else None, dbias if needs_dbias else None
 
 
-def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs_dx, _, needs_dweight, needs_dbias = ctx.needs_input_grad
+def _differentiable_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs_dx, *_, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
     dbias = grad.float().sum(_reduced_dims(grad)).to(ctx.bias_dtype) if needs_dbias else None
     if input is None:
-        return None, None, None, dbias
+        return None, None, dbias
     eps: Any = 0.0
     if input.numel():
         with torch.no_grad():  # what invstd says beyond the variance
@@ -124,7 +128,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     grads = list(torch.autograd.grad(y, wanted, grad, create_graph=True))
     dx = grads.pop(0) if needs_dx else None
     dweight = grads.pop(0) if needs_dweight else None
-    return dx, None, dweight, dbias
+    return dx, dweight, dbias
 
 
 def _save_for_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -173,15 +177,13 @@ def _differentiable_inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor |
     return dx, None, None, dweight, dbias, None
 
 
-def without_wrapper(
-    name: str, op: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]
-) -> Any:
+def without_wrapper(name: str, op: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
     """The op with its gradient for eager use: what register_autograd makes of the same functions, at less cost.
 
     In autograd's graph it shows as `name` and "Backward".
     """
 
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Any:
         with below_autograd():
             output = op(*inputs)
             save(ctx, inputs, output)
@@ -193,19 +195,24 @@ def without_wrapper(
     return function.apply
 
 
+def _training_with_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(isinstance(input, Tensor) and input.requires_grad for input in inputs):
+        return differentiable_training(*inputs)
+    with below_autograd():
+        return batch_norm_training(*inputs)
+
+
 def _register() -> None:
     fakes: dict[str, Callable[..., Any]] = {
-        "stats": _fake_stats,
-        "transform": _fake_transform,
+        "training": _fake_training,
         "inference": _fake_inference,
         "backward": _fake_backward,
         "inference_backward": _fake_backward,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"cutlass_bn::batch_norm_{name}", fake)
-    torch.library.register_autograd(
-        "cutlass_bn::batch_norm_transform", _transform_backward, setup_context=_save_for_transform
-    )
+    # Not register_autograd, which takes no op that updates its arguments.
+    torch.library.impl("cutlass_bn::batch_norm_training", "Autograd")(_training_with_autograd)
     torch.library.register_autograd(
         "cutlass_bn::batch_norm_inference", _inference_backward, setup_context=_save_for_inference
     )
@@ -214,10 +221,8 @@ def _register() -> None:
 
 
 if library_is_loaded():
-    _register()
-    differentiable_transform = without_wrapper(
-        "BatchNorm", batch_norm_transform, _save_for_transform, _transform_backward
-    )
+    differentiable_training = without_wrapper("BatchNorm", batch_norm_training, _save_for_training, _training_backward)
     differentiable_inference = without_wrapper(
         "BatchNorm", batch_norm_inference, _save_for_inference, _inference_backward
     )
+    _register()

@@ -30,8 +30,10 @@ _ACTIVATIONS = tuple(ACTIVATION_CODES)
 FP32_PRODUCTS = {"ieee": 0, "tf32": 1, "split": 2}
 # Where split_matmul is the faster one: M, N and K of at least the first, M * N of the second, M * N * K of the third.
 _SPLIT_SIZES = 512, 2**19, 2**28
-# Where TF32 products gain by a transpose: M * K * N of at least the first; where k is adjacent in a, M of the second.
-_TRANSPOSE_PRODUCTS, _TRANSPOSE_ROWS = 2**31, 8192
+# Where TF32 products gain by a transpose: M * K * N of at least the first, and M * N of the second where k is adjacent
+# in neither operand; M and M * N of the others where it is in a.
+_TRANSPOSE_PRODUCTS, _TRANSPOSE_OUTPUTS = 2**31, 2**20
+_TRANSPOSE_ROWS, _TRANSPOSE_ROW_OUTPUTS = 8192, 2**23
 _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda grad, v: grad,
     lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
@@ -177,11 +179,12 @@ def _with_k_adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     and the smaller one costs less; where it is in a, b has to be small beside the product (docs/performance.md).
     """
     m, k, n = a.size(0), a.size(1), b.size(1)
-    if _are_known(m * k * n >= _TRANSPOSE_PRODUCTS, b.stride(1) == 1):
-        if _are_known(a.stride(0) == 1, m < n):
-            return transpose_fp32(a.t()), b
-        if _are_known(a.stride(0) == 1) or _are_known(a.stride(1) == 1, m >= _TRANSPOSE_ROWS, m >= 2 * k):
-            return a, transpose_fp32(b).t()
+    if not _are_known(m * k * n >= _TRANSPOSE_PRODUCTS, b.stride(1) == 1):
+        return a, b
+    if _are_known(a.stride(0) == 1, m * n >= _TRANSPOSE_OUTPUTS):
+        return (transpose_fp32(a.t()), b) if _are_known(m < n) else (a, transpose_fp32(b).t())
+    if _are_known(a.stride(1) == 1, m * n >= _TRANSPOSE_ROW_OUTPUTS, m >= _TRANSPOSE_ROWS, m >= 2 * k):
+        return a, transpose_fp32(b).t()
     return a, b
 
 

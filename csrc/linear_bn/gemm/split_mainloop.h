@@ -5,8 +5,8 @@
 //   block = hi * hi            which the fp32 units add to the result after every k-block
 //   low  += lo * hi + hi * lo  for the whole of K
 // Tensor cores add with truncation, a bias that grows with the number of additions; `block` sees kBlockK / 16 of them, and the fp32
-// units round. `low` is 2^-11 of the result, so that its bias is out of sight. The fp32 additions wait for `block` alone and run while
-// the tensor cores work on `low`.
+// units round. `low` is at most 2^-10 of sum |x w|, so that its bias is out of sight. The fp32 additions wait for `block` alone and
+// run while the tensor cores work on `low`.
 // Compensated: Kahan's summation. What an addition to the result loses stays in `block`, and the next k-block's products are added to
 // it: the error doesn't grow with K. The fp32 units are then the limit (docs/performance.md).
 // Three accumulators fix the tile: 64 x 128 a warpgroup fill the registers.

@@ -1,0 +1,105 @@
+// BatchNorm of a batch in one kernel.
+#include "batch_norm/channel_map.cuh"
+#include "batch_norm/launch.h"
+#include "batch_norm/resident.cuh"
+#include "batch_norm/tile_moments.cuh"
+#include "common/finalize.cuh"
+
+namespace cutlass_bn::batch_norm {
+namespace {
+
+template <class T>
+struct ForwardPass {
+  static constexpr int V = kVectorWidth<T>, kTensors = 1;
+  using Values = Packet<T, V>[1][kLaneVectors];
+  using Sums = TileMoments;
+  using Map = ChannelMap;
+
+  // Of deviations from `shift`, the same in all lanes.
+  struct Running {
+    float shift, sum, square;
+  };
+  struct Inputs {
+    FinalizeInputs finalize;
+    float weight, bias;
+  };
+
+  T const* x;
+  T* y;
+  ChannelVector weight, bias;
+  FinalizeParams finalize;
+
+  __device__ __forceinline__ T const* source(int) const { return x; }
+  __device__ __forceinline__ T* target() const { return y; }
+  __device__ __forceinline__ float centre(int) const { return 0.f; }
+
+  __device__ __forceinline__ Inputs inputs(int channel) const {
+    return {load_inputs(finalize, channel), weight.load_or(channel, 1.f), bias.load_or(channel, 0.f)};
+  }
+
+  // The mean of the first vectors, as many as make a power of two: exact where all are equal. It is among the values that it is
+  // the shift of, so the squares around it are no more than so many times M2 as there are more values.
+  __device__ __forceinline__ Running start(float, Values const& values, int vectors, int) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    float mean = tree_sum<V>([&](int i) { return values[0][0][i] * (1.f / V); });
+    if (vectors < 32) return {__shfl_sync(kAll, mean, 0), 0.f, 0.f};
+    for (int lanes = 16; lanes > 0; lanes /= 2) mean = 0.5f * mean + 0.5f * __shfl_xor_sync(kAll, mean, lanes);
+    return {mean, 0.f, 0.f};
+  }
+
+  __device__ __forceinline__ void add(Running& r, Values const& values, int u) const {
+    float sum = 0.f, square = 0.f;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      float const deviation = values[0][u][i] - r.shift;
+      sum += deviation;
+      square = fmaf(deviation, deviation, square);
+    }
+    r.sum += sum;
+    r.square += square;
+  }
+
+  __device__ __forceinline__ Sums sum_warp(Running r, int count) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      r.sum += __shfl_xor_sync(kAll, r.sum, lanes);
+      r.square += __shfl_xor_sync(kAll, r.square, lanes);
+    }
+    if (count == 0) return {};
+    float const remainder = r.sum / float(count), m2 = fmaf(-r.sum, remainder, r.square);
+    return {float(count), r.shift, remainder, m2 < 0.f ? 0.f : m2};  // this form of the clamp keeps NaN
+  }
+
+  __device__ __forceinline__ Sums merge(Sums const& s) const { return merge_warp(s, kResidentWarps); }
+  __device__ __forceinline__ float4 partial(Sums const& s) const { return {s.mean, s.remainder, s.m2, s.count}; }
+
+  __device__ __forceinline__ Map finish(int channel, bool stores, Told const& told, Inputs const& in) const {
+    double const shift = double(__shfl_sync(0xffffffffu, told.partial[0].x, 0));
+    TileSums sums;
+#pragma unroll
+    for (float4 const& p : told.partial) {
+      if (p.w != 0.f) cutlass_bn::add(sums, tile_sums(p.w, (double(p.x) - shift) + double(p.y), p.z));
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) cutlass_bn::add(sums, shuffle_xor(sums, lanes));
+    ChannelStats const stats = channel_stats(finalize, shift, sums, 1.f);
+    if (stores) store_stats(finalize, channel, stats, in.finalize);
+    return channel_map(stats.mean, stats.remainder, stats.invstd, in.weight, in.bias);
+  }
+
+  __device__ __forceinline__ void apply(Map const& map, Values& values, int u) const {
+    values[0][u].transform([&](int, float v) { return map(v); });
+  }
+};
+
+}  // namespace
+
+void launch_resident_forward(ResidentForwardParams const& p, ResidentPlan const& plan, cudaStream_t stream) {
+  launch_count_before(p.finalize, stream);
+  dispatch_dtype(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ForwardPass<T> const pass{static_cast<T const*>(p.x), static_cast<T*>(p.y), p.weight, p.bias, p.finalize};
+    launch_resident<T>(pass, plan, p.exchange, stream);
+  });
+}
+
+}  // namespace cutlass_bn::batch_norm
