@@ -39,8 +39,11 @@ F32 = torch.float32
 
 SHAPES = [
     Shape((3, 5, 33, 31), "planes without vectors"),
-    Shape((2, 3, 100, 100), "planes in vectors, in several segments"),
-    Shape((3, 7, 13, 24), "several planes in a block, in vectors of eight", BF16),
+    Shape((2, 3, 100, 100), "planes on chip, in several pieces"),
+    Shape((3, 7, 13, 24), "planes on chip, in vectors of eight", BF16),
+    Shape((3, 140, 20, 20), "more channels than are on chip at a time"),
+    Shape((40, 3, 52, 60), "channels on chip that blocks share", BF16),
+    Shape((16, 1, 512, 520), "planes in vectors, too large to be on chip"),
     Shape((8, 12, 7, 7), "small planes in vectors"),
     Shape((8, 9, 5, 3), "small planes without vectors", BF16),
     Shape((2, 8, 9, 30), "channels last in vectors of eight", BF16, True),
