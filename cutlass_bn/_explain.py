@@ -23,7 +23,8 @@ class Plan(NamedTuple):
         "reference" (plain PyTorch).
     tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products emulate fp32) or, of
         a BatchNorm2d, the memory format ("NCHW", "channels_last") and, in training, which passes read the input from
-        memory once ("on chip forward and backward", "on chip forward", "on chip backward"; else they read it twice).
+        memory once ("on chip forward and backward", "on chip forward", "on chip backward"; else they read it twice; not
+        said of an input that is copied first).
     reason: why not the fastest path, "" where it is the fastest.
     """
 
@@ -100,14 +101,15 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     if reason is not None:
         return Plan("reference", "", reason)
     _library.require()
-    dense = input.is_contiguous() or input.movedim(1, -1).is_contiguous()
-    layout = "NCHW" if input.is_contiguous() or input.stride(1) != 1 else "channels_last"
-    if a["training"] and layout == "NCHW":
-        like = input if dense else input.new_empty(input.shape)
-        plans = {name: batch_norm_ops.batch_norm_plan(like, name == "backward") for name in ("forward", "backward")}
+    channels_last = not input.is_contiguous() and _batch_norm.is_channels_last(input)
+    layout = "channels_last" if channels_last else "NCHW"
+    if not (input.is_contiguous() or input.movedim(1, -1).is_contiguous()):
+        return Plan("kernels", layout, "the input is copied to dense memory first")
+    if a["training"] and not channels_last:
+        plans = {name: batch_norm_ops.batch_norm_plan(input, name == "backward") for name in ("forward", "backward")}
         on_chip = " and ".join(name for name, plan in plans.items() if plan.startswith("on chip"))
         layout += f", on chip {on_chip}" if on_chip else ""
-    return Plan("kernels", layout, "" if dense else "the input is copied to dense memory first")
+    return Plan("kernels", layout, "")
 
 
 _PLANS: tuple[tuple[Any, Callable[..., Plan]], ...] = (

@@ -125,6 +125,26 @@ def eager_layer(x, mean, var, weight, bias, training) -> Tensor:
 LAYERS = pytest.mark.parametrize("layer", [layer_of_ops, eager_layer])
 
 
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@LAYERS
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_no_gradient_arrives(training, layer, ops_device):
+    a = arguments(ops_device)
+    leaves = [a[name].requires_grad_() for name in ("x", "weight", "bias")]
+    y = layer(a["x"], a["mean"], a["var"], a["weight"], a["bias"], training)
+    WithoutGradient.apply(y).sum().backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in leaves)
+
+
 WANTED = {
     # input_grad, weight_grad, bias_grad
     "everything": (True, torch.float32, torch.float32),

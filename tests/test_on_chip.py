@@ -1,5 +1,7 @@
 """BatchNorm with channels kept on chip (csrc/batch_norm/resident.h): when, and what the shared cases don't show."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import oracle
 import pytest
 import torch
@@ -60,6 +62,14 @@ def test_plan(sizes, dtype, forward, backward):
     assert ops.batch_norm_plan(x.to(memory_format=torch.channels_last), False) == "two passes"
 
 
+def details(x: Tensor, backward: bool) -> dict[str, int]:
+    """Of a plan, and the rounds in which the channels are worked on."""
+    text = ops.batch_norm_plan(x, backward).removeprefix("on chip: ")
+    plan = {name: int(number) for name, number in (part.rsplit(" ", 1) for part in text.split(", "))}
+    plan["rounds"] = -(-x.size(1) // plan["channels at a time"])
+    return plan
+
+
 def test_plan_of_unaligned_memory():
     storage = torch.empty(8 * 64 * 32 * 32 + 1, device="cuda")
     assert ops.batch_norm_plan(storage[1:].view(8, 64, 32, 32), False) == "two passes"
@@ -76,6 +86,8 @@ def test_plan_of_unaligned_memory():
         (3, 700, 24, 24),
         (256, 5, 28, 28),
         (2, 2, 512, 512),
+        (64, 256, 56, 56),
+        (128, 512, 28, 28),
     ],
     ids=str,
 )
@@ -83,12 +95,41 @@ def test_against_float64(sizes, dtype):
     assert_right(torch.randn(sizes, device="cuda").mul_(2.0).add_(3.0).to(dtype))
 
 
-@pytest.mark.parametrize("first", [0.0, 100.0, -3000.0])
-def test_planes_that_begin_unlike_the_rest(first):
-    """Sums are taken around the mean of a warp's first values."""
-    x = torch.randn(16, 8, 64, 64, device="cuda")
-    x[:, :, :8] = first
-    assert_right(x)
+def test_shapes_above_cover_the_ring():
+    """Blocks that exchange while barriers change phase, several chunks a warp: as in use, not in small tests alone."""
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("the plans are those of 132 multiprocessors")
+    for dtype, sizes in ((F32, (64, 256, 56, 56)), (BF16, (128, 512, 28, 28))):
+        for backward in (False, True):
+            plan = details(torch.empty(sizes, dtype=dtype, device="cuda"), backward)
+            assert plan["blocks a channel"] > 1, plan
+            assert plan["rounds"] > 2 * (plan["channels ahead"] + 1), plan
+            assert plan["chunks a warp"] > 1 or (dtype == F32 and backward), plan
+
+
+OUTLIERS = {
+    # Where a warp's sums are taken around a first value that is far from the rest.
+    "a plane's first rows": ((64, 64, 64, 64), lambda x: x[:, :, :3]),
+    "a channel's first values": ((16, 200, 256, 256), lambda x: x[:1].flatten(2)[:, :, :128]),
+    "a plane's last values, a piece of one vector": ((8, 200, 12, 5419), lambda x: x.flatten(2)[:, :, -4:]),
+    "a plane's last row": ((4, 64, 452, 452), lambda x: x[:, :, -1:]),
+    "every other sample": ((64, 64, 56, 56), lambda x: x[::2]),
+}
+
+
+@pytest.mark.parametrize("value", [0.0, 1000.0])
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 0.01), (777.7, 1.0)])
+@pytest.mark.parametrize("where", OUTLIERS)
+def test_values_unlike_the_rest(where, mean, std, value):
+    sizes, select = OUTLIERS[where]
+    x = torch.randn(sizes, device="cuda").mul_(std).add_(mean)
+    select(x).fill_(value)
+    assert ops.batch_norm_plan(x, False).startswith("on chip")
+    exact = oracle.batch_norm(x)
+    oracle.assert_y_keeps_contract(batch_norm(x, None, None, training=True), exact)
+    var = torch.zeros(sizes[1], device="cuda")
+    batch_norm(x, torch.zeros_like(var), var, training=True, momentum=1.0)
+    torch.testing.assert_close(var.double(), exact.unbiased, rtol=1e-6, atol=0.0)
 
 
 def test_constant_channels():
@@ -131,7 +172,7 @@ def test_agrees_with_two_passes(sizes):
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_graph_of_blocks_that_wait_for_each_other(momentum):
     x = torch.randn(24, 6, 48, 52, device="cuda")
-    assert "a channel 1," not in ops.batch_norm_plan(x, False)
+    assert details(x, False)["blocks a channel"] > 1
     module, eager = (BatchNorm2d(6, momentum=momentum, device="cuda") for _ in range(2))
 
     def step(module: BatchNorm2d) -> tuple[Tensor, ...]:
@@ -172,3 +213,26 @@ def test_many_streams_at_once():
     torch.cuda.synchronize()
     for own, y in zip(results, expected, strict=True):
         assert all(torch.equal(result, y) for result in own)
+
+
+def test_plans_that_differ_in_one_graph():
+    """Each kernel is launched with as much shared memory as its plan asks for."""
+    inputs = [torch.randn(sizes, device="cuda") for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))]
+    expected = [batch_norm(x, None, None, training=True) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [batch_norm(x, None, None, training=True) for x in inputs]
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+def test_plans_that_differ_in_many_threads():
+    inputs = [torch.randn(sizes, device="cuda") for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))]
+    expected = [batch_norm(x, None, None, training=True) for x in inputs]
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [batch_norm(x, None, None, training=True) for _ in range(50)]
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        for results, y in zip(pool.map(run, inputs), expected, strict=True):
+            assert all(torch.equal(result, y) for result in results)

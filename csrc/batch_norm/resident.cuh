@@ -8,10 +8,12 @@
 //   centre(channel)     what the sums of a channel are taken around, if it is known before
 //   start(...)          Running, given the first chunk of a warp
 //   add(...)            a vector to Running
-//   sum_warp(...)       Running to Sums; lane 0 has the result
+//   add_up(running)     over the lanes; lane 0 has the result, and all lanes where sums can cancel
+//   sums(...)           Running, added up, to Sums
+//   cancels(...)        whether Running was taken around so bad a centre that it has to be taken again, around again(sums)
 //   merge(...)          Sums of the lanes of a warp; lane 0 has the result
 //   partial(sums)       what a block tells the others; .w is not 0
-//   finish(...)         from what the blocks tell to the Map; one block stores the channel's results
+//   finish(...)         from what the blocks tell to the Map; lane 0 has the result, and stores the channel's if it is told to
 //   apply(...)          Map to a vector of each tensor, in place in the first
 #pragma once
 
@@ -229,19 +231,36 @@ __device__ __forceinline__ void work_on_chunks(Pass const& pass, ResidentPlan co
     float const own_centre = centre;
     int vectors_seen = 0;
     if (to_sum + plan.groups < plan.channels) centre = pass.centre(to_sum + plan.groups);
-    for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
-      int const vectors = at.vectors(plan);
-      ring.see(sum_at);
-      ring.read(sum_at, vectors, values);
-      if (vectors_seen == 0) running = pass.start(own_centre, values, vectors, lane);
+    RingPosition const begin = sum_at;
+    auto const add_chunk = [&](int vectors) {
 #pragma unroll
       for (int u = 0; u < kLaneVectors; ++u) {
         if (lane + 32 * u < vectors) pass.add(running, values, u);
       }
+    };
+    for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
+      int const vectors = at.vectors(plan);
+      ring.see(sum_at);
+      ring.read(sum_at, vectors, values);
+      if (vectors_seen == 0) running = pass.start(own_centre, values, vectors);
+      add_chunk(vectors);
       vectors_seen += vectors;
       sum_at.advance(plan.slots);
     }
-    typename Pass::Sums const sums = pass.sum_warp(running, vectors_seen * V);
+    pass.add_up(running);
+    typename Pass::Sums sums = pass.sums(running, vectors_seen * V);
+    if (pass.cancels(running, sums)) {  // rare, and the chunks are all here
+      running = pass.again(sums);
+      sum_at = begin;
+      for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
+        int const vectors = at.vectors(plan);
+        ring.read(sum_at, vectors, values);
+        add_chunk(vectors);
+        sum_at.advance(plan.slots);
+      }
+      pass.add_up(running);
+      sums = pass.sums(running, vectors_seen * V);
+    }
     if (lane == 0) {
       shared.sums[sum_channel.slot][warp] = sums;
       arrive(shared.summed + sum_channel.slot);
@@ -280,7 +299,7 @@ __device__ __forceinline__ void finish_channels(Pass const& pass, ResidentPlan c
   int const depth = plan.ahead + 1;
   uint32_t phase = 0;
   for (int channel = first_channel + slot * plan.groups; channel < plan.channels; channel += plan.groups * depth, phase ^= 1) {
-    typename Pass::Inputs const inputs = pass.inputs(channel);
+    typename Pass::Inputs const inputs = pass.inputs(channel, rank == 0);
     wait(shared.summed + slot, phase);
     typename Pass::Sums sums = lane < kResidentWarps ? shared.sums[slot][lane] : typename Pass::Sums{};
     float4 const own = pass.partial(pass.merge(sums));
@@ -352,9 +371,12 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 // exchange: plan.exchange_bytes(), not initialised.
 template <class T, class Pass>
 void launch_resident(Pass const& pass, ResidentPlan const& plan, float4* exchange, cudaStream_t stream) {
+  static_assert(sizeof(ResidentShared<T, Pass>) <= kStaticBytes);
   int const bytes = kResidentWarps * plan.slots * Pass::kTensors * plan.piece_vectors * 16;
   auto* const kernel = resident_kernel<T, Pass>;
-  CUTLASS_BN_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  // Of any plan, as it holds for all launches, those of other threads and of captured graphs among them.
+  CUTLASS_BN_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device_info().shared_bytes - kStaticBytes));
   dim3 const grid(static_cast<unsigned>(plan.group * plan.groups)), block(kResidentThreads);
   if (plan.group > 1) {
     launch_cooperative_kernel(kernel, grid, block, bytes, stream, pass, plan, exchange);

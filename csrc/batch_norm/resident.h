@@ -20,6 +20,7 @@ inline constexpr int kResidentWarps = 16;     // that work on chunks
 inline constexpr int kMaxSlots = 32;          // chunks that a warp has room for, at most
 inline constexpr int kMaxAhead = 2;           // channels that are summed before the first of them is mapped, at most
 inline constexpr int kMaxGroup = 160;         // blocks that share a channel, at most
+inline constexpr int kStaticBytes = 8 << 10;  // of shared memory, for all but chunks
 
 struct ResidentPlan {
   int64_t inner = 0, outer_stride = 0;  // elements
@@ -27,6 +28,7 @@ struct ResidentPlan {
   int32_t pieces = 1;  // of a plane
   int32_t piece_vectors = 0, last_piece_vectors = 0;
   int32_t chunks = 0;     // of a channel: outer * pieces
+  int32_t per_warp = 1;   // of these, a warp has so many or one less
   int32_t group = 1;      // blocks that share a channel
   int32_t groups = 1;     // channels that are worked on at a time
   int32_t slots = 0;      // chunks that a warp has room for
@@ -36,9 +38,10 @@ struct ResidentPlan {
   int64_t exchange_bytes() const { return group > 1 ? int64_t(channels) * group * int64_t(sizeof(float4)) : 0; }
 };
 
-// For the forward, which keeps x, or the backward, which keeps dy and x. None where the channels don't fit on chip, rows can't be
-// copied in bulk (addresses must be multiples of 16 bytes too, which is for the caller to see to), or the GPU's code has no bulk
-// copies. Depends on nothing but its arguments and the device.
+// For the forward, which keeps x, or the backward, which keeps dy and x. None where there is nothing to do, the channels don't fit on
+// chip, rows can't be copied in bulk (addresses must be multiples of 16 bytes too, which is for the caller to see to), or the GPU's
+// code has no bulk copies. Depends on nothing but its arguments and the device, of which it takes all multiprocessors to be there: a
+// launch in a context that is restricted to some of them (a green context) can fail as too large.
 std::optional<ResidentPlan> plan_resident(ChannelView const& view, DType dtype, bool backward);
 
 }  // namespace cutlass_bn::batch_norm

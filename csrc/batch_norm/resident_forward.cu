@@ -33,13 +33,12 @@ struct ForwardPass {
   __device__ __forceinline__ T* target() const { return y; }
   __device__ __forceinline__ float centre(int) const { return 0.f; }
 
-  __device__ __forceinline__ Inputs inputs(int channel) const {
-    return {load_inputs(finalize, channel), weight.load_or(channel, 1.f), bias.load_or(channel, 0.f)};
+  __device__ __forceinline__ Inputs inputs(int channel, bool stores) const {
+    return {stores ? load_inputs(finalize, channel) : FinalizeInputs{}, weight.load_or(channel, 1.f), bias.load_or(channel, 0.f)};
   }
 
-  // The mean of the first vectors, as many as make a power of two: exact where all are equal. It is among the values that it is
-  // the shift of, so the squares around it are no more than so many times M2 as there are more values.
-  __device__ __forceinline__ Running start(float, Values const& values, int vectors, int) const {
+  // The mean of the first vectors, as many as make a power of two: exact where all are equal.
+  __device__ __forceinline__ Running start(float, Values const& values, int vectors) const {
     constexpr unsigned kAll = 0xffffffffu;
     float mean = tree_sum<V>([&](int i) { return values[0][0][i] * (1.f / V); });
     if (vectors < 32) return {__shfl_sync(kAll, mean, 0), 0.f, 0.f};
@@ -59,16 +58,23 @@ struct ForwardPass {
     r.square += square;
   }
 
-  __device__ __forceinline__ Sums sum_warp(Running r, int count) const {
+  __device__ __forceinline__ void add_up(Running& r) const {
     constexpr unsigned kAll = 0xffffffffu;
     for (int lanes = 16; lanes > 0; lanes /= 2) {
       r.sum += __shfl_xor_sync(kAll, r.sum, lanes);
       r.square += __shfl_xor_sync(kAll, r.square, lanes);
     }
+  }
+
+  __device__ __forceinline__ Sums sums(Running const& r, int count) const {
     if (count == 0) return {};
     float const remainder = r.sum / float(count), m2 = fmaf(-r.sum, remainder, r.square);
     return {float(count), r.shift, remainder, m2 < 0.f ? 0.f : m2};  // this form of the clamp keeps NaN
   }
+
+  // Half of the squares are due to the distance of shift and mean: M2 has lost a bit.
+  __device__ __forceinline__ bool cancels(Running const& r, Sums const& s) const { return s.m2 < 0.5f * r.square; }
+  __device__ __forceinline__ Running again(Sums const& s) const { return {s.mean + s.remainder, 0.f, 0.f}; }
 
   __device__ __forceinline__ Sums merge(Sums const& s) const { return merge_warp(s, kResidentWarps); }
   __device__ __forceinline__ float4 partial(Sums const& s) const { return {s.mean, s.remainder, s.m2, s.count}; }

@@ -28,8 +28,8 @@ struct GradientPass {
   __device__ __forceinline__ T const* source(int tensor) const { return tensor == 0 ? dy : x; }
   __device__ __forceinline__ T* target() const { return dx; }
   __device__ __forceinline__ float centre(int channel) const { return finalize.stats[channel]; }
-  __device__ __forceinline__ Inputs inputs(int channel) const { return load_inputs(finalize, channel); }
-  __device__ __forceinline__ Running start(float centre, Values const&, int, int) const { return {centre, {}}; }
+  __device__ __forceinline__ Inputs inputs(int channel, bool) const { return load_inputs(finalize, channel); }
+  __device__ __forceinline__ Running start(float centre, Values const&, int) const { return {centre, {}}; }
 
   __device__ __forceinline__ void add(Running& r, Values const& values, int u) const {
     GradientSums vector;
@@ -42,7 +42,10 @@ struct GradientPass {
     batch_norm::add(r.sums, vector);
   }
 
-  __device__ __forceinline__ Sums sum_warp(Running const& r, int) const { return add_warp(r.sums); }
+  __device__ __forceinline__ void add_up(Running& r) const { r.sums = add_warp(r.sums); }
+  __device__ __forceinline__ Sums sums(Running const& r, int) const { return r.sums; }
+  __device__ __forceinline__ bool cancels(Running const&, Sums const&) const { return false; }
+  __device__ __forceinline__ Running again(Sums const&) const { return {}; }
   __device__ __forceinline__ Sums merge(Sums const& s) const { return add_warp(s, kResidentWarps); }
   __device__ __forceinline__ float4 partial(Sums const& s) const { return {s.dy, s.product, 0.f, 1.f}; }
 

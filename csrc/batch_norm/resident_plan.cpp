@@ -8,8 +8,7 @@
 namespace cutlass_bn::batch_norm {
 namespace {
 
-constexpr int kStaticBytes = 8 << 10;      // barriers, sums and maps: more than resident_kernel declares
-constexpr int64_t kRoundBytes = 16 << 10;  // what a channel costs a block beside its bytes, as bytes
+constexpr int64_t kRoundBytes = 16 << 10;  // what a channel costs a block beside its chunks, as bytes of one tensor
 constexpr int32_t kChunksInFlight = 2;     // more would only wait, and the exchanges behind them
 
 }  // namespace
@@ -17,6 +16,7 @@ constexpr int32_t kChunksInFlight = 2;     // more would only wait, and the exch
 std::optional<ResidentPlan> plan_resident(ChannelView const& view, DType dtype, bool backward) {
   DeviceInfo const& device = device_info();
   int64_t const V = 16 / static_cast<int64_t>(size_of(dtype)), tensors = backward ? 2 : 1;
+  if (view.outer == 0 || view.channels == 0) return std::nullopt;
   if (!device.has_sm90_code || uses_columns(view) || !is_vectorizable(view, static_cast<int>(V))) return std::nullopt;
 
   ResidentPlan p;
@@ -44,6 +44,7 @@ std::optional<ResidentPlan> plan_resident(ChannelView const& view, DType dtype, 
     if (cost >= best) continue;
     best = cost;
     p.group = static_cast<int32_t>(group), p.groups = static_cast<int32_t>(groups);
+    p.per_warp = per_warp;
     p.ahead = std::min(kMaxAhead, p.slots / per_warp - 1);
   }
   if (best == std::numeric_limits<int64_t>::max()) return std::nullopt;

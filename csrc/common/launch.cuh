@@ -1,4 +1,4 @@
-// Kernel launches with programmatic dependent launch: on Hopper and newer the next kernel's launch overlaps this one's tail.
+// Kernel launches. With programmatic dependent launch, on Hopper and newer, the next kernel's launch overlaps this one's tail.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -105,7 +105,7 @@ std::string batch_norm_plan(Tensor input, bool backward) {
   auto const plan = plan_on_chip(view, dtype, backward, {input.const_data_ptr()});
   if (!plan) return "two passes";
   return "on chip: blocks a channel " + std::to_string(plan->group) + ", channels at a time " + std::to_string(plan->groups) +
-         ", ahead " + std::to_string(plan->ahead);
+         ", chunks a warp " + std::to_string(plan->per_warp) + ", channels ahead " + std::to_string(plan->ahead);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_bn, CUDA, m) {

@@ -130,6 +130,11 @@ def contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
+def is_channels_last(input: Tensor) -> bool:
+    """Whether the kernels take an input that is not contiguous, or the dense copy that they get, as channels_last."""
+    return input.movedim(1, -1).is_contiguous() or (input.dim() > 2 and input.stride(1) == 1 and input.size(1) > 1)
+
+
 def _dense(input: Tensor) -> Tensor:
     """input itself where the kernels take it, else a copy in the memory format that its strides suggest."""
     if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
@@ -137,9 +142,7 @@ def _dense(input: Tensor) -> Tensor:
     channels_last = input.movedim(1, -1)
     if channels_last.is_contiguous():
         return input
-    if input.dim() > 2 and input.stride(1) == 1 and input.size(1) > 1:
-        return channels_last.contiguous().movedim(-1, 1)
-    return input.contiguous()
+    return channels_last.contiguous().movedim(-1, 1) if is_channels_last(input) else input.contiguous()
 
 
 def _check(

@@ -97,7 +97,9 @@ def _save_for_training(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)  # or zeros would be written for stats
 
 
-def _training_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _training_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:  # what takes y has no gradient for it
+        return (None,) * 8
     formula = _differentiable_gradients if torch.is_grad_enabled() else _gradients  # create_graph, or not
     dx, dweight, dbias = formula(ctx, grad)
     return dx, None, None, None, dweight, dbias, None, None
