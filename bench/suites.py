@@ -138,6 +138,7 @@ ROLES = (
     (re.compile(r"cutlass(::|\d+)device_kernel"), FUSED),  # mangled where the name is too long for the profiler
     (re.compile(r"exact_kernel"), "exact tiles"),
     (re.compile(r"split_(rows|columns)|column_maxima"), "split"),
+    (re.compile(r"resident"), "on chip"),
     (re.compile(r"finali[sz]e", re.IGNORECASE), "finalise"),
     (re.compile(r"normali[sz]e|transform", re.IGNORECASE), "normalise"),
     (re.compile(r"stats|moments", re.IGNORECASE), "moments"),
