@@ -98,7 +98,7 @@ void launch_column_moments(ColumnMomentsParams const& params, cudaStream_t strea
   CUTLASS_BN_CHECK(0 < params.rows_per_tile && params.rows_per_tile <= kMaxRowsPerTile, "rows_per_tile: expected 1 to ",
                    kMaxRowsPerTile, ", got ", params.rows_per_tile);
   ChannelView const view{params.rows, params.channels, 1, params.row_stride};
-  launch_column_stats({params.x, params.dtype, view, params.rows_per_tile, params.partials}, stream);
+  launch_column_stats({params.x, params.dtype, view, params.rows_per_tile, params.out}, stream);
 }
 
 void launch_transform(TransformParams const& params, cudaStream_t stream) {

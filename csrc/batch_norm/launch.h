@@ -45,11 +45,12 @@ void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t
 // dx in training. One kernel.
 void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
 
-// Statistics, running buffers and y. One kernel, two with a cumulative average.
-void launch_resident_forward(ResidentForwardParams const& params, ResidentPlan const& plan, cudaStream_t stream);
+// Statistics, running buffers and y. One kernel, two with a cumulative average. False, and nothing done, where the context may not
+// use enough multiprocessors for all blocks of a group (a green context): the other launchers do with any number.
+[[nodiscard]] bool launch_resident_forward(ResidentForwardParams const& params, ResidentPlan const& plan, cudaStream_t stream);
 
-// dweight, dbias and dx in training. One kernel.
-void launch_resident_gradient(ResidentGradientParams const& params, ResidentPlan const& plan, cudaStream_t stream);
+// dweight, dbias and dx in training. One kernel. False as above.
+[[nodiscard]] bool launch_resident_gradient(ResidentGradientParams const& params, ResidentPlan const& plan, cudaStream_t stream);
 
 // The sums and the transform of the gradients for the columns of a matrix that are scaled before and activated after the
 // normalisation, with dv = dy * act'(v) in place of dy. One kernel each.

@@ -21,12 +21,18 @@ struct ChannelView {
   int64_t outer_stride = 0;  // elements; channels * inner where nothing is padded
 };
 
+// Moments of each tile's rows of each channel, as FinalizeParams takes them.
+struct TileMomentsOut {
+  float2* partials = nullptr;   // (mean, M2)
+  float* remainders = nullptr;  // what rounding left over of the mean: at |mean| >> std the variance between tiles depends on it
+};
+
 struct StatsParams {
   void const* x = nullptr;  // as `view` says
   DType dtype = DType::kFloat32;
   ChannelView view;
-  int64_t rows_per_tile = 0;   // of choose_rows_per_tile
-  float2* partials = nullptr;  // [ceil(outer * inner / rows_per_tile), channels]: (mean, M2) of each tile's rows
+  int64_t rows_per_tile = 0;  // of choose_rows_per_tile
+  TileMomentsOut out;         // [ceil(outer * inner / rows_per_tile), channels]
 };
 
 struct ColumnMomentsParams {
@@ -34,9 +40,9 @@ struct ColumnMomentsParams {
   DType dtype = DType::kFloat32;
   int64_t rows = 0;
   int64_t channels = 0;
-  int64_t row_stride = 0;      // elements
-  int64_t rows_per_tile = 0;   // 1 to 2^24; choose_rows_per_tile(rows, channels, dtype) is a good one
-  float2* partials = nullptr;  // [ceil(rows / rows_per_tile), channels]: (mean, M2) of each tile's rows
+  int64_t row_stride = 0;     // elements
+  int64_t rows_per_tile = 0;  // 1 to 2^24; choose_rows_per_tile(rows, channels, dtype) is a good one
+  TileMomentsOut out;         // [ceil(rows / rows_per_tile), channels]
 };
 
 struct TransformParams {

@@ -368,9 +368,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #endif
 }
 
-// exchange: plan.exchange_bytes(), not initialised.
+// exchange: plan.exchange_bytes(), not initialised. False, and nothing launched, as of launch_cooperative_kernel.
 template <class T, class Pass>
-void launch_resident(Pass const& pass, ResidentPlan const& plan, float4* exchange, cudaStream_t stream) {
+bool launch_resident(Pass const& pass, ResidentPlan const& plan, float4* exchange, cudaStream_t stream) {
   static_assert(sizeof(ResidentShared<T, Pass>) <= kStaticBytes);
   int const bytes = kResidentWarps * plan.slots * Pass::kTensors * plan.piece_vectors * 16;
   auto* const kernel = resident_kernel<T, Pass>;
@@ -378,11 +378,9 @@ void launch_resident(Pass const& pass, ResidentPlan const& plan, float4* exchang
   CUTLASS_BN_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device_info().shared_bytes - kStaticBytes));
   dim3 const grid(static_cast<unsigned>(plan.group * plan.groups)), block(kResidentThreads);
-  if (plan.group > 1) {
-    launch_cooperative_kernel(kernel, grid, block, bytes, stream, pass, plan, exchange);
-  } else {
-    launch_kernel(kernel, grid, block, bytes, stream, pass, plan, exchange);
-  }
+  if (plan.group > 1) return launch_cooperative_kernel(kernel, grid, block, bytes, stream, pass, plan, exchange);
+  launch_kernel(kernel, grid, block, bytes, stream, pass, plan, exchange);
+  return true;
 }
 
 }  // namespace cutlass_bn::batch_norm

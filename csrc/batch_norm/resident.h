@@ -40,8 +40,8 @@ struct ResidentPlan {
 
 // For the forward, which keeps x, or the backward, which keeps dy and x. None where there is nothing to do, the channels don't fit on
 // chip, rows can't be copied in bulk (addresses must be multiples of 16 bytes too, which is for the caller to see to), or the GPU's
-// code has no bulk copies. Depends on nothing but its arguments and the device, of which it takes all multiprocessors to be there: a
-// launch in a context that is restricted to some of them (a green context) can fail as too large.
+// code has no bulk copies. Depends on nothing but its arguments and the device, of which it takes all multiprocessors to be there: in a
+// context that is restricted to some of them (a green context) the launchers can refuse it.
 std::optional<ResidentPlan> plan_resident(ChannelView const& view, DType dtype, bool backward);
 
 }  // namespace cutlass_bn::batch_norm

@@ -99,13 +99,15 @@ struct ForwardPass {
 
 }  // namespace
 
-void launch_resident_forward(ResidentForwardParams const& p, ResidentPlan const& plan, cudaStream_t stream) {
-  launch_count_before(p.finalize, stream);
+bool launch_resident_forward(ResidentForwardParams const& p, ResidentPlan const& plan, cudaStream_t stream) {
+  bool launched = false;
   dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     ForwardPass<T> const pass{static_cast<T const*>(p.x), static_cast<T*>(p.y), p.weight, p.bias, p.finalize};
-    launch_resident<T>(pass, plan, p.exchange, stream);
+    launched = launch_resident<T>(pass, plan, p.exchange, stream);
   });
+  if (launched) launch_count_after(p.finalize, stream);
+  return launched;
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -67,13 +67,15 @@ struct GradientPass {
 
 }  // namespace
 
-void launch_resident_gradient(ResidentGradientParams const& p, ResidentPlan const& plan, cudaStream_t stream) {
+bool launch_resident_gradient(ResidentGradientParams const& p, ResidentPlan const& plan, cudaStream_t stream) {
   CUTLASS_BN_CHECK(p.finalize.stats != nullptr, "stats: expected those of a batch, got none");
+  bool launched = false;
   dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     GradientPass<T> const pass{static_cast<T const*>(p.dy), static_cast<T const*>(p.x), static_cast<T*>(p.dx), p.finalize};
-    launch_resident<T>(pass, plan, p.exchange, stream);
+    launched = launch_resident<T>(pass, plan, p.exchange, stream);
   });
+  return launched;
 }
 
 }  // namespace cutlass_bn::batch_norm

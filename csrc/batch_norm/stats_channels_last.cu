@@ -10,7 +10,7 @@ namespace {
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
-    column_stats_kernel(T const* x, float2* partials, int64_t channels, __grid_constant__ ColumnTiling const t) {
+    column_stats_kernel(T const* x, TileMomentsOut const out, int64_t channels, __grid_constant__ ColumnTiling const t) {
   wait_for_previous_kernel();
   allow_next_kernel();
 
@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
   }
 
   int64_t const first_channel = int64_t(block.lane) * t.block_channels;
-  float2* const out = partials + block.tile * channels + first_channel;
+  int64_t const first = block.tile * channels + first_channel;  // of the output
   if (t.inner == 1) {
     if (active && row == 0) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) out[vector * V + v] = reported(moments[v]);
+      for (int v = 0; v < V; ++v) report(out, first + vector * V + v, moments[v]);
     }
     return;
   }
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     TileMoments total;
     for (int i = lane; i < inner; i += 32) total = merge(total, shared[channel * inner + i]);
     total = merge_warp(total);
-    if (lane == 0) out[channel] = reported(total);
+    if (lane == 0) report(out, first + channel, total);
   }
 }
 
@@ -117,7 +117,7 @@ void launch_column_stats(StatsParams const& p, cudaStream_t stream) {
     constexpr int V = decltype(width)::value;
     ColumnTiling const tiling = tile_columns(p.view, p.rows_per_tile, V, sizeof(T));
     launch_kernel(column_stats_kernel<T, V>, dim3(static_cast<unsigned>(tiling.order.blocks())), dim3(kThreads), 0, stream,
-                  static_cast<T const*>(p.x), p.partials, p.view.channels, tiling);
+                  static_cast<T const*>(p.x), p.out, p.view.channels, tiling);
   });
 }
 

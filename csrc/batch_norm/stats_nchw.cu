@@ -10,7 +10,7 @@ namespace {
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
-    plane_stats_kernel(T const* x, float2* partials, __grid_constant__ PlaneTiling const t) {
+    plane_stats_kernel(T const* x, TileMomentsOut const out, __grid_constant__ PlaneTiling const t) {
   constexpr int kValues = kUnroll * V;
   constexpr int kChunk = kValues < 32 ? kValues : 32;  // as many as fit in registers as fp32
   constexpr int kStep = kThreads * kUnroll;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
     }
   }
   moments = merge_block<kThreads>(moments);
-  if (threadIdx.x == 0) partials[block.tile * t.order.lanes + block.lane] = reported(moments);
+  if (threadIdx.x == 0) report(out, block.tile * t.order.lanes + block.lane, moments);
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ void launch_plane_stats(StatsParams const& p, cudaStream_t stream) {
     constexpr int V = decltype(width)::value;
     PlaneTiling const tiling = tile_planes(p.view, p.rows_per_tile, V, sizeof(T));
     launch_kernel(plane_stats_kernel<T, V>, dim3(static_cast<unsigned>(tiling.order.blocks())), dim3(kThreads), 0, stream,
-                  static_cast<T const*>(p.x), p.partials, tiling);
+                  static_cast<T const*>(p.x), p.out, tiling);
   });
 }
 

@@ -2,6 +2,8 @@
 // instead of the mean, and the fp32 mean that a tile reports is correctly rounded.
 #pragma once
 
+#include "batch_norm/params.h"
+
 namespace cutlass_bn::batch_norm {
 
 // The mean is mean + remainder. The count is exact up to 2^24.
@@ -110,6 +112,10 @@ __device__ __forceinline__ TileMoments merge_block(TileMoments m) {
   return merge_warp(threadIdx.x < kWarps ? shared[threadIdx.x] : TileMoments{}, kWarps);
 }
 
-__device__ __forceinline__ float2 reported(TileMoments const& m) { return {m.mean + m.remainder, m.m2}; }
+__device__ __forceinline__ void report(TileMomentsOut const& out, int64_t index, TileMoments const& m) {
+  float const mean = __fadd_rn(m.mean, m.remainder);
+  out.partials[index] = {mean, m.m2};
+  out.remainders[index] = __fsub_rn(m.remainder, __fsub_rn(mean, m.mean));
+}
 
 }  // namespace cutlass_bn::batch_norm

@@ -25,9 +25,10 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_kernel(FinalizePara
 #pragma unroll 8
     for (int64_t tile = slice; tile < p.tiles; tile += kSlices) {
       float2 const partial = p.partials[tile * p.channels + channel];
+      float const remainder = p.remainders != nullptr ? p.remainders[tile * p.channels + channel] : 0.f;
       int64_t const left = p.rows - tile * p.rows_per_tile;
       double const count = double(left < p.rows_per_tile ? left : p.rows_per_tile);
-      add(sums, tile_sums(count, double(partial.x) - shift, double(partial.y)));
+      add(sums, tile_sums(count, (double(partial.x) - shift) + double(remainder), double(partial.y)));
     }
   }
   for (int distance = 16; distance >= kColumns; distance /= 2) add(sums, shuffle_xor(sums, distance));
@@ -51,13 +52,13 @@ void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream) {
   launch_kernel(count_batch_kernel, dim3(1), dim3(1), 0, stream, num_batches_tracked);
 }
 
-void launch_count_before(FinalizeParams const& params, cudaStream_t stream) {
+void launch_count_after(FinalizeParams const& params, cudaStream_t stream) {
   if (params.cumulative && params.num_batches_tracked != nullptr) launch_count_batch(params.num_batches_tracked, stream);
 }
 
 void launch_finalize(FinalizeParams const& params, cudaStream_t stream) {
-  launch_count_before(params, stream);
   launch_finalize_kernel(finalize_kernel<32>, finalize_kernel<8>, params, stream);
+  launch_count_after(params, stream);
 }
 
 }  // namespace cutlass_bn

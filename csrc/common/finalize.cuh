@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_stats(FinalizeParams const& p, int64_t cha
   p.stats[2 * p.channels + channel] = s.invstd;
   if (channel == 0 && p.num_batches_tracked != nullptr && !p.cumulative) *p.num_batches_tracked += 1;
   if (!p.running_mean) return;
-  double const factor = p.cumulative ? 1.0 / double(*p.num_batches_tracked) : p.momentum;
+  double const factor = p.cumulative ? 1.0 / double(*p.num_batches_tracked + 1) : p.momentum;
   double const scale = inputs.scale;
   double const mean_z = scale * (s.wide_mean + double(inputs.bias));
   double const var_z = scale * scale * (s.m2 / (double(p.rows) - 1.0));

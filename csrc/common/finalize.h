@@ -16,7 +16,8 @@ namespace cutlass_bn {
 //   running_var   <- (1 - f) * running_var  + f * scale^2 * var_u * n / (n - 1)
 // f is `momentum`, or 1 / num_batches_tracked (after its increment) where `cumulative`.
 struct FinalizeParams {
-  float2 const* partials = nullptr;  // [tiles, channels]: (mean, M2) of each tile's rows
+  float2 const* partials = nullptr;   // [tiles, channels]: (mean, M2) of each tile's rows
+  float const* remainders = nullptr;  // [tiles, channels]: what rounding left over of each mean; null: nothing
   int64_t tiles = 0;
   int64_t channels = 0;
   int64_t rows = 0;                        // values per channel, n
@@ -38,8 +39,8 @@ void launch_finalize(FinalizeParams const& params, cudaStream_t stream);
 // num_batches_tracked += 1 and nothing else.
 void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream);
 
-// The same where `cumulative`: every block divides by the counter, so it has to advance before all of them. Else the kernel that
-// writes the statistics counts.
-void launch_count_before(FinalizeParams const& params, cudaStream_t stream);
+// The same where `cumulative`: every block of the kernel that writes the statistics reads the counter, so it advances behind all of
+// them, and not at all where that kernel can't be launched. Else that kernel counts.
+void launch_count_after(FinalizeParams const& params, cudaStream_t stream);
 
 }  // namespace cutlass_bn

@@ -27,8 +27,8 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 // attribute: absent where null.
 template <class... KernelArgs, class... Args>
-void launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
-                 std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+cudaError_t launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
+                        std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute attributes[1];
   if (attribute != nullptr) attributes[0] = *attribute;
   cudaLaunchConfig_t config{};
@@ -38,7 +38,7 @@ void launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = attribute != nullptr ? 1 : 0;
-  CUTLASS_BN_CUDA(cudaLaunchKernelEx(&config, kernel, KernelArgs(std::forward<Args>(args))...));
+  return cudaLaunchKernelEx(&config, kernel, KernelArgs(std::forward<Args>(args))...);
 }
 
 template <class... KernelArgs, class... Args>
@@ -47,18 +47,25 @@ void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::si
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  launch_with(device_info().has_sm90_code ? &attribute : nullptr, kernel, grid, block, shared_bytes, stream,
-              std::forward<Args>(args)...);
+  CUTLASS_BN_CUDA(launch_with(device_info().has_sm90_code ? &attribute : nullptr, kernel, grid, block, shared_bytes, stream,
+                              std::forward<Args>(args)...));
 }
 
-// All blocks run at the same time, so that they may wait for each other.
+// All blocks run at the same time, so that they may wait for each other. False, and nothing launched, where the multiprocessors that
+// the context may use can't hold them all.
 template <class... KernelArgs, class... Args>
-void launch_cooperative_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
-                               Args&&... args) {
+[[nodiscard]] bool launch_cooperative_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                                             cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  launch_with(&attribute, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+  cudaError_t const status = launch_with(&attribute, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  CUTLASS_BN_CUDA(status);
+  return true;
 }
 
 }  // namespace cutlass_bn

@@ -13,7 +13,7 @@ namespace cutlass_bn::linear_bn {
 
 // The part of u that is read and the part of y that is written: rows [0, m) of the columns [n_begin, n_end).
 struct NormalizeTensors {
-  void const* u = nullptr;   // [M, N] = x W^T, without bias and scale; row stride ldu
+  void const* u = nullptr;   // [M, N] = x W^T, without scale; row stride ldu
   void* y = nullptr;         // [M, N], row stride ldy; may be u itself where the dtypes and strides are the same
   int64_t ldu = 0, ldy = 0;  // elements
   int64_t m = 0;

@@ -53,16 +53,14 @@ std::tuple<Tensor, Tensor> batch_norm_training(Tensor input, std::optional<Tenso
 
   if (auto const plan = plan_on_chip(view, dtype, false, {x, y.mutable_data_ptr()})) {
     Tensor const exchange = empty({plan->exchange_bytes()}, ScalarType::Byte, input);
-    batch_norm::launch_resident_forward(
-        {x, y.mutable_data_ptr(), dtype, gamma, beta, finalize, static_cast<float4*>(exchange.mutable_data_ptr())}, *plan, stream);
-    return {y, stats};
+    batch_norm::ResidentForwardParams const params{
+        x, y.mutable_data_ptr(), dtype, gamma, beta, finalize, static_cast<float4*>(exchange.mutable_data_ptr())};
+    if (batch_norm::launch_resident_forward(params, *plan, stream)) return {y, stats};
   }
   finalize.rows_per_tile = batch_norm::choose_rows_per_tile(view, dtype);
   finalize.tiles = (rows + finalize.rows_per_tile - 1) / finalize.rows_per_tile;
-  Tensor partials = empty({finalize.tiles, view.channels, 2}, ScalarType::Float, input);
-  auto* const moments = static_cast<float2*>(partials.mutable_data_ptr());
-  finalize.partials = moments;
-  batch_norm::launch_stats({x, dtype, view, finalize.rows_per_tile, moments}, stream);
+  Tensor const workspace = tile_moments_workspace(finalize, input);
+  batch_norm::launch_stats({x, dtype, view, finalize.rows_per_tile, take_tile_moments(workspace, finalize)}, stream);
   launch_finalize(finalize, stream);
 
   batch_norm::TransformParams transform;

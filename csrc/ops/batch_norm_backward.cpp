@@ -160,8 +160,7 @@ Gradients gradients(Tensor const& any_grad, std::optional<Tensor> const& input, 
       params.dtype = dtype;
       params.finalize = finalize_params(view, statistics, weight, output(dweight, wanted.dweight), output(dbias, wanted.dbias));
       params.exchange = static_cast<float4*>(exchange.mutable_data_ptr());
-      batch_norm::launch_resident_gradient(params, *plan, stream);
-      return {dx, dweight, dbias};
+      if (batch_norm::launch_resident_gradient(params, *plan, stream)) return {dx, dweight, dbias};
     }
   }
   std::optional<Reduction> reduction;

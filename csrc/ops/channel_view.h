@@ -53,9 +53,36 @@ inline batch_norm::ChannelView channel_view(Tensor const& input) {
   fail("input: expected a dense tensor, contiguous or channels_last, got shape ", shape_of(input), " with strides [", strides, "]");
 }
 
+// Whether torch takes t's strides for those of channels_last: its memory format where both would do (c10's suggest_memory_format).
+inline bool suggests_channels_last(Tensor const& t) {
+  if ((t.dim() != 4 && t.dim() != 5) || t.stride(1) == 0) return false;
+  int64_t least = 0;
+  for (int64_t i = t.dim(); i > 0; --i) {  // channels, the spatial dims from the last one on, batch
+    int64_t const dim = i == t.dim() ? 1 : i == 1 ? 0 : i;
+    if (t.size(dim) == 0 || t.stride(dim) < least) return false;
+    if (dim == 0 && least == t.stride(1)) return false;
+    least = t.stride(dim) * (t.size(dim) > 1 ? t.size(dim) : 1);
+  }
+  return true;
+}
+
+// Of t's layout, dense, with the strides that torch would give dims of size 1.
 inline Tensor empty_with_layout_of(Tensor const& t) {
-  auto const sizes = t.sizes(), strides = t.strides();
-  return empty_strided({sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, t.scalar_type(), t.get_device_index());
+  auto const sizes = t.sizes();
+  bool const channels_last = suggests_channels_last(t);
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  auto const next = [&](int64_t dim) {
+    strides[dim] = stride;
+    stride *= sizes[dim] > 0 ? sizes[dim] : 1;
+  };
+  if (channels_last) next(1);
+  for (int64_t dim = t.dim(); dim-- > 0;) {
+    if (!channels_last || dim != 1) next(dim);
+  }
+  // Dense in another order: a row of channels after the other, of a rank that has no channels_last in torch.
+  if (!channels_last && !t.is_contiguous()) strides.assign(t.strides().begin(), t.strides().end());
+  return empty_strided({sizes.begin(), sizes.end()}, {strides.data(), strides.size()}, t.scalar_type(), t.get_device_index());
 }
 
 // plan_resident for tensors at these addresses.
@@ -65,6 +92,20 @@ inline std::optional<batch_norm::ResidentPlan> plan_on_chip(batch_norm::ChannelV
     if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return std::nullopt;
   }
   return batch_norm::plan_resident(view, dtype, backward);
+}
+
+// For the moments of the tiles of `finalize`, remainders behind them.
+inline Tensor tile_moments_workspace(FinalizeParams const& finalize, Tensor const& input) {
+  return empty({3, finalize.tiles, finalize.channels}, ScalarType::Float, input);
+}
+
+// Where the statistics kernels write them and, in `finalize`, where they are read.
+inline batch_norm::TileMomentsOut take_tile_moments(Tensor const& workspace, FinalizeParams& finalize) {
+  auto* const floats = static_cast<float*>(workspace.mutable_data_ptr());
+  batch_norm::TileMomentsOut const out{reinterpret_cast<float2*>(floats), floats + 2 * finalize.tiles * finalize.channels};
+  finalize.partials = out.partials;
+  finalize.remainders = out.remainders;
+  return out;
 }
 
 // float32 [3, channels], contiguous: what batch_norm_training returns.

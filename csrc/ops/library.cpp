@@ -26,7 +26,8 @@ STABLE_TORCH_LIBRARY(cutlass_bn, m) {
   m.def("batch_norm_plan(Tensor input, bool backward) -> str");
 
   // fp32_products: how float32 products are made (linear_bn/dispatch.h): 0 IEEE, 1 TF32, 2 split.
-  // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], without bias and scale.
+  // act(BatchNorm1d(scale * (input weight^T + bias))); u = input weight^T, [M, N], with the bias in half precision, without it in
+  // float32.
   m.def(
       "linear_batch_norm_stats(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, int fp32_products) -> "

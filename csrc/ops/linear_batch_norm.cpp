@@ -1,6 +1,7 @@
 // act(BatchNorm1d(scale * (input weight^T + bias))). Arguments are checked before anything is allocated, launched or changed.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <array>
 #include <tuple>
@@ -79,9 +80,26 @@ Tensor transposed(Tensor const& matrix) {
   return with_strides(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)});
 }
 
-// u = input weight^T by torch, which follows its own precision switches and handles every stride, and an empty K.
-void matmul_into(Tensor const& u, Tensor const& input, Tensor const& weight) {
+// Whether u holds the bias: it belongs to the value that is rounded where rounding is coarse. In float32 it is left to what follows, for
+// moments of u that a large bias can't hurt.
+bool takes_bias(DType dtype) { return dtype != DType::kFloat32; }
+
+Tensor converted(Tensor const& t, ScalarType dtype) {
+  if (t.scalar_type() == dtype) return t;
+  Tensor copy = empty({t.size(0)}, dtype, t);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// u = input weight^T (+ bias) by torch, which follows its own precision switches and handles every stride, and an empty K.
+void matmul_into(Tensor const& u, Tensor const& input, Tensor const& weight, std::optional<Tensor> const& bias) {
   NoGradGuard const no_grad;
+  if (bias) {
+    CUTLASS_BN_CHECK(aoti_torch_cuda_addmm_out(u.get(), converted(*bias, u.scalar_type()).get(), input.get(),
+                                               transposed(weight).get(), 1.0, 1.0) == AOTI_TORCH_SUCCESS,
+                     "torch could not multiply input ", shape_of(input), " and weight ", shape_of(weight));
+    return;
+  }
   std::array<StableIValue, 3> stack{torch::stable::detail::from(input), torch::stable::detail::from(transposed(weight)),
                                     torch::stable::detail::from(u)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
@@ -102,7 +120,9 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
   finalize.channels = p.n;
   finalize.rows = p.m;
   finalize.scale = channel_vector(scale, "scale", p.n, input);
-  finalize.bias = channel_vector(bias, "bias", p.n, input);
+  ChannelVector const bias_vector = channel_vector(bias, "bias", p.n, input);
+  bool const biased = takes_bias(p.dtype) && bias_vector;
+  if (!biased) finalize.bias = bias_vector;
   finalize.running_mean = running.mean;
   finalize.running_var = running.var;
   finalize.num_batches_tracked = running.num_batches_tracked;
@@ -126,16 +146,17 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
   finalize.rows_per_tile =
       plan.path == Path::kPortable ? batch_norm::choose_rows_per_tile(p.m, p.n, p.dtype) : gemm::shape_of(plan.tile).m;
   finalize.tiles = (p.m + finalize.rows_per_tile - 1) / finalize.rows_per_tile;
-  Tensor const workspace = empty({finalize.tiles, p.n, 2}, ScalarType::Float, input);
-  auto* const partials = static_cast<float2*>(workspace.mutable_data_ptr());
-  finalize.partials = partials;
+  Tensor const workspace = tile_moments_workspace(finalize, input);
+  batch_norm::TileMomentsOut const out = take_tile_moments(workspace, finalize);
   if (plan.path != Path::kPortable) {
+    finalize.remainders = nullptr;  // the epilogues have none
     gemm::MomentsParams moments;
     moments.operands = plan.operands;
     moments.u = u.mutable_data_ptr();
     moments.ldu = ldu;
-    moments.partials = partials;
+    moments.partials = out.partials;
     moments.tile = plan.tile;
+    if (biased) moments.bias = bias_vector;
     if (plan.path == Path::kSplit) {
       Tensor const memory = split_workspace(plan.split, input);
       linear_bn::launch_split_moments(plan.split, moments, memory.mutable_data_ptr(), stream);
@@ -143,7 +164,7 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
       gemm::launch_moments(moments, stream);
     }
   } else {
-    matmul_into(u, input, weight);
+    matmul_into(u, input, weight, biased ? bias : std::nullopt);
     batch_norm::ColumnMomentsParams moments;
     moments.x = u.const_data_ptr();
     moments.dtype = p.dtype;
@@ -151,7 +172,7 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(Tensor const& input, Tensor c
     moments.channels = p.n;
     moments.row_stride = ldu;
     moments.rows_per_tile = finalize.rows_per_tile;
-    moments.partials = partials;
+    moments.out = out;
     batch_norm::launch_column_moments(moments, stream);
   }
   launch_finalize(finalize, stream);
@@ -246,7 +267,9 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight, st
     }
   } else {
     Tensor const u = y_dtype == p.dtype ? y : empty({p.m, p.n}, input.scalar_type(), input);
-    matmul_into(u, input, weight);
+    bool const biased = takes_bias(p.dtype) && bias.has_value();
+    matmul_into(u, input, weight, biased ? bias : std::nullopt);
+    if (biased) params.bias = {};
     params.tensors = normalize_tensors(u, y, p.dtype, y_dtype, function);
     linear_bn::launch_normalize_inference(params, stream);
   }

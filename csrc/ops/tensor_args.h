@@ -18,8 +18,11 @@
 #include "common/check.h"
 #include "common/dtype.h"
 
-// Weak: a CPU-only libtorch does not have it, and the library has to load there too (for the schemas).
+// Weak: a CPU-only libtorch does not have them, and the library has to load there too (for the schemas).
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                                                          AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,
+                                                                          double alpha);
 
 namespace cutlass_bn::ops {
 

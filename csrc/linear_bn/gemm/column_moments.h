@@ -94,7 +94,7 @@ struct ColumnMoments : EpilogueNode {
         float const first = value(c / 2 * 4 + c % 2), second = value(c / 2 * 4 + 2 + c % 2);
         float const d = second - first;
         float const pair_mean = fmaf(d, pair_weight[epi_m], first);
-        float const pair_m2 = d * d * pair_weight[epi_m];
+        float const pair_m2 = d * pair_weight[epi_m] * d;  // in this order: d * d may overflow, and a row past M weighs 0
         if (epi_m == 0) {
           mean[slot] = pair_mean;
           m2[slot] = pair_m2;

@@ -117,6 +117,8 @@ void check_operands(Operands const& operands, Tile tile) {
 
 void launch_moments(MomentsParams const& p, cudaStream_t stream) {
   check_operands(p.operands, p.tile);
+  CUTLASS_BN_CHECK(!p.bias || (!is_split(p.tile) && p.operands.dtype != DType::kFloat32),
+                   "GEMM: bias: expected none, as only u of half precision takes it, got one");
   if (is_split(p.tile)) {
     return dispatch_split_tile(p.tile, [&](auto config) { run_split_moments<typename decltype(config)::type>(p, stream); });
   }

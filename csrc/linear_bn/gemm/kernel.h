@@ -12,6 +12,7 @@
 
 #include "common/check.h"
 #include "common/device_info.h"
+#include "linear_bn/gemm/column_bias.h"
 #include "linear_bn/gemm/column_moments.h"
 #include "linear_bn/gemm/config.h"
 #include "linear_bn/gemm/descale.h"
@@ -85,9 +86,16 @@ template <class Config, DType dtype>
 void run_moments(MomentsParams const& p, cudaStream_t stream) {
   namespace fusion = cutlass::epilogue::fusion;
   using Element = ElementOf<dtype>;
-  using Moments = ColumnMoments<typename Config::template TileShape<Element>, Element, Config::kEpilogueWarps>;
-  using Fusion = fusion::Sm90EVT<Moments, fusion::Sm90AccFetch>;
-  Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{}, {p.partials}}, p.schedule, stream);
+  using Tile = typename Config::template TileShape<Element>;
+  using Moments = ColumnMoments<Tile, Element, Config::kEpilogueWarps>;
+  if constexpr (dtype == DType::kFloat32) {
+    using Fusion = fusion::Sm90EVT<Moments, fusion::Sm90AccFetch>;
+    Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{}, {p.partials}}, p.schedule, stream);
+  } else {
+    using Biased = fusion::Sm90EVT<ColumnBias<Tile, Config::kEpilogueWarps>, fusion::Sm90AccFetch>;
+    using Fusion = fusion::Sm90EVT<Moments, Biased>;
+    Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{{}, {p.bias}}, {p.partials}}, p.schedule, stream);
+  }
 }
 
 template <class Config, DType dtype, DType y_dtype>

@@ -1,4 +1,4 @@
-// The Hopper GEMM kernels: u = x W^T with the column moments of u (training), y = act(BatchNorm(scale * (x W^T + bias))) from running
+// The Hopper GEMM kernels: u = x W^T (+ bias) with the column moments of u (training), y = act(BatchNorm(scale * (x W^T + bias))) from running
 // statistics (eval), or u alone. One kernel launch each, fp32 accumulation, TF32, fp16 or bf16 operands, or split ones: fp32 as two fp16
 // planes (linear_bn/split/split.h), multiplied by three fp16 products.
 #pragma once
@@ -61,6 +61,7 @@ struct MomentsParams {
   Operands operands;
   void* u = nullptr;           // [M, N] of operands.dtype (split: float32), row stride ldu, 16-byte aligned
   int64_t ldu = 0;             // elements; ldu * size_of(dtype) divisible by 16
+  ChannelVector bias;          // [N], added to u before it is rounded; absent: 0. Not of float32 or split operands
   float2* partials = nullptr;  // [ceil(M / shape_of(tile).m), N]: (mean, M2) of u over each tile's rows
   Tile tile = Tile::kLarge;
   Schedule schedule;
