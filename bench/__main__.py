@@ -1,13 +1,10 @@
 """Compares cutlass_bn with PyTorch, or shows what a recorded comparison says.
 
 python -m bench workloads --quick           the two workloads, about a minute
-python -m bench steps                       forward and backward: times, peak memory, errors of the gradients
-python -m bench accuracy                    fp32 products beside SGEMM, against float64, on every kind of input
-python -m bench crossover                   from which size on they are faster than SGEMM
+python -m bench cpu                         the CPU path, on two threads
 python -m bench all --json results.json     every suite
-python -m bench all --json results.json --resume --minutes 9    the same in pieces: again until nothing is left
-python -m bench show|bars|plot [FILE]       the recorded H200 run unless a file is named
-python -m bench documents [FILE]            writes its tables into the documents
+python -m bench all --json results.json --resume --minutes 9    in pieces, until nothing is left
+python -m bench show|plot|readme [FILE]     the recorded H200 run unless a file is named
 """
 
 from __future__ import annotations
@@ -16,175 +13,132 @@ import argparse
 import os
 import sys
 import time
-from itertools import groupby
 from pathlib import Path
 
 import torch
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import documents, report
-from .environment import ROOT, clocks_under_load, describe, measure_ceilings
-from .records import OK, OURS, OURS_COMPILED, RECORDED, SPLIT, Run
-from .suites import GPU_SUITES, SUITES, Options, plan
-
-RECORD_COMMANDS = ("show", "bars", "plot", "documents")  # of a recorded run
+from . import ROOT, report
+from .cases import Options
+from .records import OK, OURS, OURS_COMPILED, RECORDED, SPLIT, Run, describe
+from .suites import SUITES, plan
+from .suites import run as run_one
+from .timing import clocks_under_load, measure_ceilings
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(dest="command", required=True)
+    measuring, recorded = (argparse.ArgumentParser(add_help=False) for _ in range(2))
+    add = measuring.add_argument
+    add("--quick", action="store_true", help="fewer cases and rounds")
+    add("--json", type=Path, metavar="FILE", help="records the run; rewritten after every case")
+    add("--resume", action="store_true", help="keep what the --json FILE holds, measure the rest")
+    add("--minutes", type=float, help="start nothing new after so long; --resume goes on")
+    add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--no-compile", action="store_true", help="leave torch.compile out")
+    add("--seconds", type=float, help="of timing a case (1.5, quick 0.5, on the CPU 0.2)")
+    add("--only", default="", metavar="TEXT", help="cases whose name holds this")
+    add("--seed", type=int, help="of the accuracy suite's inputs; a fresh one unless given")
+    add("--summary", action="store_true", help="show one line a case")
+    recorded.add_argument("file", type=Path, nargs="?", default=RECORDED)
     for suite in (*SUITES, "all"):
-        sub = commands.add_parser(suite)
-        sub.add_argument("--quick", action="store_true", help="fewer cases and rounds")
-        sub.add_argument(
-            "--json", type=Path, metavar="FILE", help="where to record the run; rewritten after every case"
-        )
-        sub.add_argument("--resume", action="store_true", help="keep what the --json FILE holds and measure the rest")
-        sub.add_argument("--minutes", type=float, help="start nothing new after so long; --resume goes on")
-        sub.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-        sub.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-        sub.add_argument("--max-autotune", action="store_true", help="add torch.compile's max-autotune-no-cudagraphs")
-        sub.add_argument("--seconds", type=float, help="of timing a case (1.5, quick 0.5, on the CPU 0.2)")
-        sub.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
-        sub.add_argument("--seed", type=int, help="of the accuracy suite's inputs; a fresh one unless given")
-    for command in RECORD_COMMANDS:
-        sub = commands.add_parser(command)
-        sub.add_argument("file", type=Path, nargs="?", default=RECORDED)
-        if command == "plot":
-            sub.add_argument("--out", type=Path, default=ROOT / "docs" / "images", metavar="DIR")
-        elif command != "documents":
-            sub.add_argument("--markdown", action="store_true")
+        commands.add_parser(suite, parents=[measuring])
+    show = commands.add_parser("show", parents=[recorded], help="all tables")
+    show.add_argument("--markdown", action="store_true")
+    plot = commands.add_parser("plot", parents=[recorded], help="charts, as PNG files")
+    plot.add_argument("--out", type=Path, default=ROOT / "docs" / "images", metavar="DIR")
+    commands.add_parser("readme", parents=[recorded], help="writes README's table")
     args = parser.parse_args(arguments)
     if getattr(args, "resume", False) and args.json is None:
         parser.error("--resume needs --json FILE")
     return args
 
 
-def chosen_suites(args: argparse.Namespace) -> tuple[str, ...]:
-    return SUITES if args.command == "all" else (args.command,)
+def recorded(args: argparse.Namespace) -> None:
+    run = Run.load(args.file)
+    if args.command == "readme":
+        report.write_readme(run)
+    elif args.command == "plot":
+        from . import plots
+
+        for suite in ("workloads", "sweep"):
+            plots.write(run, suite, args.out / f"{suite}.png")
+    elif args.markdown:
+        print(report.markdown(run, report.tables(run)))
+    else:
+        report.show(run, report.console(), report.tables(run))
 
 
 def new_run(args: argparse.Namespace) -> Run:
-    """Without rows, or what is to be resumed; ValueError where that is of another machine or other sources."""
-    run = Run(describe(args.device), options={"suites": [], "steps": [], "quick": args.quick})
+    """Without rows, or what is to be resumed; ValueError where that is of another place."""
+    place = describe(args.device)
     if args.resume and args.json.exists():
-        begun = Run.load(args.json)
-        place = {name: value for name, value in begun.environment.items() if name != "clocks"}
-        if place != run.environment or begun.options.get("quick") != args.quick or "steps" not in begun.options:
-            raise ValueError(f"{args.json} can't be resumed: it is of another machine, other sources or other options")
-        return begun
-    run.options["seed"] = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
-    return run
+        run = Run.load(args.json)
+        began = {name: value for name, value in run.environment.items() if name != "clocks"}
+        if began != place or run.options.get("quick") != args.quick:
+            what = "another machine, other sources or other options"
+            raise ValueError(f"{args.json} can't be resumed: it is of {what}")
+        return run
+    seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
+    return Run(place, options={"steps": [], "quick": args.quick, "seed": seed, "took": {}})
 
 
-def run_suites(args: argparse.Namespace, run: Run) -> int:
+def measure(args: argparse.Namespace, suites: list[str], run: Run) -> int:
     """Adds the rows to the run; how many steps --minutes has left undone."""
     begin = time.monotonic()
-    seconds = args.seconds or (0.2 if args.device.type != "cuda" else 0.5 if args.quick else 1.5)
-    options = Options(
-        device=args.device,
-        quick=args.quick,
-        compile=not args.no_compile,
-        max_autotune=args.max_autotune,
-        seconds=seconds,
-        only=args.only,
-        seed=run.options["seed"],
-    )
-    suites = chosen_suites(args)
     torch.manual_seed(0)
-    run.options["suites"] = list(dict.fromkeys([*run.options["suites"], *suites]))
-    run.options["seconds"] = seconds
     run.ceilings = run.ceilings or measure_ceilings(args.device, args.quick)
-    columns = (
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    took: dict[str, float] = run.options.setdefault("took", {})
-    steps = [step for step in plan(suites, options) if step.name not in run.options["steps"]]
-    done = 0
+    seed, done, took = (run.options[name] for name in ("seed", "steps", "took"))
+    times = {"compile": not args.no_compile, "seconds": args.seconds, "only": args.only}
+    options = Options(args.device, args.quick, **times, seed=seed, ceilings=run.ceilings)
+    steps = [(suite, item) for suite, item in plan(suites, options) if item.name not in done]
+    columns = MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=report.console(), transient=True) as progress:
-        task = progress.add_task("bench", total=len(steps), now="")
-        for suite, of_suite in groupby(steps, lambda step: step.suite):
-            for step in of_suite:
-                start = time.monotonic()
-                if args.minutes and start - begin > 60 * args.minutes:
-                    break
-                progress.update(task, now=step.name)
-                run.rows += step.run(run.ceilings)
-                run.options["steps"].append(step.name)
-                took[suite] = took.get(suite, 0.0) + time.monotonic() - start
-                done += 1
-                if args.json:
-                    run.save(args.json)
-                progress.advance(task)
-            if suite in took:
-                # at once: what comes later may be killed
-                progress.console.print(f"{suite}: {took[suite]:.0f} s", highlight=False)
-    if options.on_gpu:
-        run.environment["clocks"] = clocks_under_load(args.device)
-    if args.json:
-        run.save(args.json)
-    return len(steps) - done
-
-
-def show_recorded(suites: tuple[str, ...]) -> None:
-    out = report.console()
-    if RECORDED.exists():
-        out.rule("recorded on an H200")
-        report.show(Run.load(RECORDED), out, suites)
-    else:
-        out.print("No H200 run is recorded (bench/results/h200.json).")
+        task = progress.add_task("", total=len(steps))
+        for count, (suite, item) in enumerate(steps):
+            start = time.monotonic()
+            if args.minutes and start - begin > 60 * args.minutes:
+                return len(steps) - count
+            progress.update(task, completed=count, description=item.name)
+            run.rows += run_one(suite, item, options)
+            done.append(item.name)
+            took[suite] = took.get(suite, 0.0) + time.monotonic() - start
+            if args.json:
+                run.save(args.json)
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    out = report.console()
-    if args.command in RECORD_COMMANDS:
-        if not args.file.exists():
-            print(f"no such file: {args.file}", file=sys.stderr)
-            return 2
-        run = Run.load(args.file)
-        if args.command == "plot":
-            from . import plots
-
-            for path in plots.write(run, args.out):
-                print(path)
-        elif args.command == "documents":
-            for path in documents.write(run):
-                print(path)
-        elif args.markdown:
-            print(report.markdown(run) if args.command == "show" else report.bars_markdown(run))
-        elif args.command == "show":
-            report.show(run, out)
-        else:
-            report.show_bars(run, out)
-        return 0
-
-    if args.device.type != "cuda":
-        out.print("torch.compile is left out on the CPU: it would take longer than all the rest.", highlight=False)
-        left_out = [suite for suite in chosen_suites(args) if suite in GPU_SUITES]
-        if left_out:
-            out.print(f"Left out, as they need a CUDA GPU: {', '.join(left_out)}.", highlight=False)
     try:
+        if "file" in args:
+            recorded(args)
+            return 0
         run = new_run(args)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    left = run_suites(args, run)
-    report.show(run, out)
-    if args.device.type != "cuda":
-        show_recorded(chosen_suites(args))
-    elif args.command == "all" and not left:
-        report.show_bars(run, out)
-    wrong = [row for row in run.rows if row.variant in (OURS, OURS_COMPILED, SPLIT) and row.status != OK]
+    suites, out = list(SUITES) if args.command == "all" else [args.command], report.console()
+    left = measure(args, suites, run)
+    if run.on_gpu:
+        run.environment["clocks"] = clocks_under_load(args.device)
+    if args.json:
+        run.save(args.json)
+    summary = report.summary(run, "measured here, ms", run.cases())
+    report.show(run, out, [summary] if args.summary else report.tables(run))
+    if not run.on_gpu and "workloads" in suites:
+        out.print(report.as_text(report.readme_table(Run.load(RECORDED))))
+    skipped = [suite for suite in suites if not (run.on_gpu or SUITES[suite].on_cpu)]
+    if skipped:
+        out.print(f"Left out, as they need a CUDA GPU: {', '.join(skipped)}.")
+    ours = (OURS, OURS_COMPILED, SPLIT)
+    wrong = [row for row in run.rows if row.variant in ours and row.status != OK]
     for row in wrong:
         out.print(f"{row.case}: {row.status}: {row.detail}", style="bold red", markup=False)
     if left:
-        out.print(f"{left} steps are left for --resume.", style="bold yellow", highlight=False)
+        out.print(f"{left} steps are left for --resume.", style="bold yellow")
     return 1 if wrong else 0
 
 

@@ -1,38 +1,61 @@
-"""The problems that are measured: shapes, precisions and modes, and the least work that each of them takes."""
+"""The problems that are measured: shapes, precisions and modes, and the least work of each."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
-BN2D = "bn2d"
-GEMM_SCALE_BN = "gemm_scale_bn"
+BN2D, GEMM_SCALE_BN = "bn2d", "gemm_scale_bn"
+TRAIN, EVAL, STEP = "train", "eval", "step"  # two forwards; forward and backward of training
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16}
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+@dataclass(frozen=True)
+class Options:
+    """How a run measures."""
+
+    device: torch.device
+    quick: bool = False
+    compile: bool = True
+    seconds: float | None = None  # of timing a case; None: 1.5, quick 0.5, on the CPU 0.2
+    only: str = ""  # part of a case's name
+    seed: int = 0  # of the accuracy suite's inputs
+    ceilings: dict[str, float] = field(default_factory=dict)  # of the hardware
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def timing_seconds(self) -> float:
+        return self.seconds or (0.2 if not self.on_gpu else 0.5 if self.quick else 1.5)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. shape is (N, C, H, W) for bn2d and (M, K, N) for gemm_scale_bn."""
+    """One problem. shape is (N, C, H, W) of bn2d and (M, K, N) of gemm_scale_bn."""
 
     kind: str
     shape: tuple[int, ...]
     precision: str = "fp32"
-    training: bool = True
+    mode: str = TRAIN
     channels_last: bool = False
     compile: bool = True  # whether torch.compile is a peer (it costs seconds)
 
     @property
     def name(self) -> str:
         if self.kind == BN2D:
-            size = "x".join(map(str, self.shape)) + (" channels_last" if self.channels_last else "")
+            size = "x".join(map(str, self.shape)) + " channels_last" * self.channels_last
         else:
-            m, k, n = self.shape
-            size = f"{m}x{k}->{n}"
-        return f"{self.kind} {size} {self.precision} {'train' if self.training else 'eval'}"
+            size = "{}x{}->{}".format(*self.shape)
+        name = f"{self.kind} {size} {self.precision}"
+        return f"step {name}" if self.mode == STEP else f"{name} {self.mode}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,20 +70,22 @@ class Case:
         return self.shape if self.kind == BN2D else (self.shape[0], self.shape[2])
 
     @property
+    def passes(self) -> float:
+        """The least work, in copies of the tensor (bn2d) or matrix products (gemm_scale_bn)."""
+        # A bn2d step reads x and writes y, reads x and dy and writes dx; a copy is two of the five.
+        return 1.0 if self.mode != STEP else 2.5 if self.kind == BN2D else 3.0
+
+    @property
     def work(self) -> tuple[float, str]:
-        """What no implementation can avoid, and its rate's unit: bytes read and written once, or products and sums."""
-        size = 1.0
-        for extent in self.shape:
-            size *= extent
-        return (2 * size * self.dtype.itemsize, "GB/s") if self.kind == BN2D else (2 * size, "TFLOP/s")
+        """The least work in bytes or floating-point operations, and the unit of its rate."""
+        size = 2.0 * self.passes * math.prod(self.shape)
+        return (size * self.dtype.itemsize, "GB/s") if self.kind == BN2D else (size, "TFLOP/s")
 
     def reduced(self) -> Case:
         """The same case at a size that a CPU finishes at once."""
-        if self.kind == BN2D:
-            n, c, h, w = self.shape
-            return replace(self, shape=(max(n // 16, 2), max(c // 4, 8), max(h // 8, 7), max(w // 8, 7)))
-        m, k, n = self.shape
-        return replace(self, shape=(max(m // 32, 64), max(k // 16, 16), max(n // 16, 16)))
+        divisors = (16, 4, 8, 8) if self.kind == BN2D else (32, 16, 16)
+        sizes = zip(self.shape, divisors, strict=True)
+        return replace(self, shape=tuple(max(size // by, 7) for size, by in sizes))
 
 
 @contextlib.contextmanager
@@ -76,60 +101,59 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 BN2D_LARGE = (64, 64, 512, 512)
 GEMM_LARGE = (16384, 4096, 4096)
-# Where fp32 on tensor cores has to pay beside the large problem: a short K, few rows of a wide layer.
-GEMM_FP32_OTHERS = ((16384, 1024, 4096), (16384, 512, 4096), (1024, 8192, 8192))
+# From images to late ResNet layers.
+IMAGES = ((16, 64, 256, 256), "fp32")
+LAYERS = ((64, 256, 56, 56), "fp32"), ((128, 512, 28, 28), "bf16")
+# Where fp32 on tensor cores has to pay beside the large problem: a short K, few rows.
+GEMM_FP32_OTHERS = (16384, 1024, 4096), (16384, 512, 4096), (1024, 8192, 8192)
 
 
-def workloads(quick: bool = False) -> list[Case]:
-    """The two problems that this library is judged on, fp32 products first."""
-    bn_precisions = ["fp32"] if quick else ["fp32", "bf16", "fp16"]
-    gemm_precisions = ["fp32", "tf32", "bf16"] + ([] if quick else ["fp16"])
-    modes = [True, False]
+def _bn2d(*shapes: tuple[tuple[int, ...], str], mode: str = TRAIN) -> list[Case]:
+    """In both memory formats."""
+    return [Case(BN2D, *shape, mode, last) for shape in shapes for last in (False, True)]
+
+
+def _gemm(precisions: str, *depths: int, mode: str = TRAIN) -> list[Case]:
+    shapes = [(GEMM_LARGE[0], k, GEMM_LARGE[2]) for k in depths]
+    return [Case(GEMM_SCALE_BN, s, p, mode) for p in precisions.split() for s in shapes]
+
+
+def workloads(quick: bool) -> list[Case]:
+    """The two problems that this library is made for."""
+    gemm, bn2d = ("fp32 tf32 bf16", "fp32") if quick else ("fp32 tf32 bf16 fp16", "fp32 bf16 fp16")
+    found = [Case(GEMM_SCALE_BN, GEMM_LARGE, precision) for precision in gemm.split()]
+    found += [Case(BN2D, BN2D_LARGE, precision) for precision in bn2d.split()]
     # Quick: no compilation in eval, where the GEMM alone and a copy are the peers that matter.
-    judged = [
-        Case(kind, shape, precision, training, compile=training or not quick)
-        for kind, shape, precisions in ((GEMM_SCALE_BN, GEMM_LARGE, gemm_precisions), (BN2D, BN2D_LARGE, bn_precisions))
-        for precision in precisions
-        for training in modes
-    ]
-    others = [] if quick else [Case(GEMM_SCALE_BN, shape) for shape in GEMM_FP32_OTHERS]
-    return [*judged[: len(modes)], *others, *judged[len(modes) :]]
+    pairs = ((case, replace(case, mode=EVAL, compile=not quick)) for case in found)
+    others = [Case(GEMM_SCALE_BN, shape) for shape in GEMM_FP32_OTHERS if not quick]
+    return [*chain.from_iterable(pairs), *others]
 
 
-def steps(quick: bool = False) -> list[Case]:
-    """Training steps, forward and backward."""
-    gemm = [Case(GEMM_SCALE_BN, GEMM_LARGE, precision) for precision in ("fp32", "tf32", "bf16")]
+def steps(quick: bool) -> list[Case]:
     if quick:
-        return [gemm[0], gemm[2], Case(BN2D, (16, 64, 256, 256)), Case(BN2D, (128, 512, 28, 28), "bf16")]
-    shapes = (((64, 256, 56, 56), "fp32"), ((128, 512, 28, 28), "bf16"))
-    return [
-        *gemm,
-        Case(GEMM_SCALE_BN, (16384, 1024, 4096), "bf16"),
-        Case(BN2D, BN2D_LARGE),
-        Case(BN2D, (16, 64, 256, 256)),
-        *(Case(BN2D, shape, precision, channels_last=last) for shape, precision in shapes for last in (False, True)),
-    ]
+        return [*_gemm("fp32 bf16", 4096, mode=STEP), *_bn2d(IMAGES, LAYERS[1], mode=STEP)[::2]]
+    large = Case(BN2D, BN2D_LARGE, mode=STEP)
+    gemm = _gemm("fp32 tf32 bf16", 4096, mode=STEP) + _gemm("bf16", 1024, mode=STEP)
+    return [*gemm, large, *_bn2d(IMAGES, *LAYERS, mode=STEP)]
 
 
-def sweep(quick: bool = False) -> list[Case]:
-    """What fusion gains as K falls; BatchNorm2d from large images to late ResNet layers, in both memory formats."""
-    depths = [256, 1024, 4096] if quick else [256, 512, 1024, 2048, 4096]
-    gemm = [
-        Case(GEMM_SCALE_BN, (16384, k, 4096), precision)
-        for precision in (["bf16"] if quick else ["fp32", "tf32", "bf16"])
-        for k in depths
-    ]
-    shapes = [((16, 64, 256, 256), "fp32"), ((64, 256, 56, 56), "fp32"), ((128, 512, 28, 28), "bf16")]
-    if not quick:
-        shapes.insert(0, (BN2D_LARGE, "fp32"))
-    return gemm + [
-        Case(BN2D, shape, precision, channels_last=last) for shape, precision in shapes for last in (False, True)
-    ]
+def sweep(quick: bool) -> list[Case]:
+    """What fusion gains as K falls; BatchNorm2d over shapes."""
+    if quick:
+        return _gemm("bf16", 256, 1024, 4096) + _bn2d(IMAGES, *LAYERS)
+    gemm = _gemm("fp32 tf32 bf16", 256, 512, 1024, 2048, 4096)
+    return gemm + _bn2d((BN2D_LARGE, "fp32"), IMAGES, *LAYERS)
 
 
-def kernels(quick: bool = False) -> list[Case]:
-    """The calls whose kernels are timed one by one."""
-    depths = [4096] if quick else [256, 1024, 4096]
-    gemm = [Case(GEMM_SCALE_BN, (16384, k, 4096), precision) for precision in ("fp32", "tf32", "bf16") for k in depths]
-    shapes = [(16, 64, 256, 256)] if quick else [BN2D_LARGE, (16, 64, 256, 256), (64, 256, 56, 56)]
-    return gemm + [Case(BN2D, shape) for shape in shapes]
+def _every_mode(*cases: Case) -> list[Case]:
+    return [replace(case, mode=mode) for case in cases for mode in (TRAIN, EVAL, STEP)]
+
+
+def overhead(quick: bool) -> list[Case]:
+    """So small that the host's time is all."""
+    return _every_mode(Case(BN2D, (8, 16, 8, 8)), Case(GEMM_SCALE_BN, (64, 32, 32)))
+
+
+def cpu(quick: bool) -> list[Case]:
+    """For the CPU path: a ResNet layer in both memory formats, a hidden layer of an MLP."""
+    return _every_mode(*_bn2d(((16, 64, 56, 56), "fp32")), Case(GEMM_SCALE_BN, (2048, 1024, 1024)))

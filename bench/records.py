@@ -1,26 +1,30 @@
-"""What a run measured, as plain data: rows, their environment, and JSON in and out. All that is shown comes from it."""
+"""What a run measured, as plain data: rows, where they were measured, and JSON in and out."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import platform
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import torch
+
+import cutlass_bn
+
+from . import ROOT
+
 FORMAT = 1  # of the JSON; raised when a field changes its meaning
-RECORDED = Path(__file__).parent / "results" / "h200.json"
+RECORDED = ROOT / "bench" / "results" / "h200.json"
 
 OURS = "cutlass_bn"
-OURS_COMPILED = "cutlass_bn, compiled"  # our module under torch.compile; in steps and overhead alone
-EAGER = "eager"
-COMPILE = "compile"
-MAX_AUTOTUNE = "compile max-autotune"
-UNFUSED = "unfused"
-GEMM = "gemm"
-COPY = "copy"
+OURS_COMPILED = "cutlass_bn, compiled"  # our module under torch.compile; of steps alone
+EAGER, COMPILE, GEMM, COPY = "eager", "compile", "gemm", "copy"
 IEEE = "cutlass_bn ieee_fp32"
 SGEMM = "SGEMM"  # torch.mm in IEEE float32, by cuBLAS
 SPLIT = "split_matmul"  # splits of both operands included
+LIMITS = (COPY, GEMM)  # a part of the work only, there to compare with
 
 OK = "ok"
 FAILED = "FAILED"  # ran, but the error misses the contract
@@ -34,7 +38,7 @@ class Row:
     suite: str
     case: str
     variant: str
-    metric: str = "device"  # between CUDA events (wall clock on the CPU); "cpu": host time a call; "kernel": one kernel
+    metric: str = "device"  # or wall clock on the CPU; "cpu": host time a call; "error": no time
     ms: float | None = None  # median
     p10: float | None = None  # ms
     p90: float | None = None  # ms
@@ -44,13 +48,13 @@ class Row:
     unit: str = ""  # of work over time: GB/s or TFLOP/s
     max_abs_error: float | None = None  # of y against float64
     relative_error: float | None = None  # Frobenius
-    rowwise_error: float | None = None  # of a @ b: largest over an output's ||row of a|| * ||column of b||
-    componentwise_error: float | None = None  # of a @ b: largest over an output's sum of |a| |b|
-    gradient_errors: dict[str, float] | None = None  # of a step, by gradient: Frobenius (gradients.py)
-    peak_bytes: int | None = None  # of a step: the most that was allocated in it beside what was there before
-    exact_tiles: float | None = None  # of a @ b by the split: share of the tiles recomputed in plain float32
+    rowwise_error: float | None = None  # of a @ b, over an output's |row of a| |column of b|
+    componentwise_error: float | None = None  # of a @ b, over an output's sum of |a b|
+    gradient_errors: dict[str, float] | None = None  # of a step, by gradient: Frobenius
+    peak_bytes: int | None = None  # of a step: the most allocated in it beside what was before
+    exact_tiles: float | None = None  # of a split product: share of tiles redone in plain float32
     path: str = ""  # of a product: which of SPLIT and SGEMM the layer takes at this size
-    tile: str = ""  # of a @ b by the split: which tile the split took, as explain names it
+    tile: str = ""  # of a split product, as explain names it
     status: str = OK
     detail: str = ""  # why it failed
 
@@ -62,25 +66,12 @@ class Row:
     @property
     def rate(self) -> float | None:
         """Work over time in `unit`."""
-        if self.valid_ms is None or self.work is None:
-            return None
-        return self.work / self.valid_ms / (1e6 if self.unit == "GB/s" else 1e9)
+        scale = 1e6 if self.unit == "GB/s" else 1e9
+        return self.work / self.valid_ms / scale if self.work and self.valid_ms else None
 
     @property
     def percent_of_limit(self) -> float | None:
-        if self.valid_ms is None or self.limit_ms is None:
-            return None
-        return 100 * self.limit_ms / self.valid_ms
-
-
-def first_line(exception: Exception) -> str:
-    """What a row says of an exception."""
-    return f"{type(exception).__name__}: {exception}".splitlines()[0]
-
-
-def ratio(mine: float, other: float) -> float:
-    """mine / other, where nothing of nothing is 0."""
-    return mine / other if other else (0.0 if mine == 0 else float("inf"))
+        return 100 * self.limit_ms / self.valid_ms if self.limit_ms and self.valid_ms else None
 
 
 @dataclass
@@ -96,29 +87,15 @@ class Run:
     def on_gpu(self) -> bool:
         return self.environment.get("device_type") == "cuda"
 
-    def find(self, case: str, variant: str) -> Row | None:
-        return next((row for row in self.rows if row.case == case and row.variant == variant), None)
+    def cases(self, suite: str | None = None) -> dict[str, dict[str, Row]]:
+        """The rows by case, then by variant, in the order measured."""
+        found: dict[str, dict[str, Row]] = {}
+        for row in self.rows:
+            if suite in (None, row.suite):
+                found.setdefault(row.case, {})[row.variant] = row
+        return found
 
-    def cases(self, suite: str | None = None) -> Iterator[tuple[str, list[Row]]]:
-        """(case, its rows) in the order measured."""
-        names = dict.fromkeys(row.case for row in self.rows if suite in (None, row.suite))
-        for name in names:
-            yield name, [row for row in self.rows if row.case == name]
-
-    def by_variant(self, suite: str) -> Iterator[tuple[str, dict[str, Row]]]:
-        """(case, its rows of this suite by variant) in the order measured."""
-        for name, rows in self.cases(suite):
-            yield name, {row.variant: row for row in rows if row.suite == suite}
-
-    def speedup(self, row: Row, baseline: str) -> float | None:
-        """The baseline's time over the row's, both of the same case; None unless both are right."""
-        other = self.find(row.case, baseline)
-        if other is None or not row.valid_ms or not other.valid_ms:
-            return None
-        return other.valid_ms / row.valid_ms
-
-    def save(self, path: Path | str) -> None:
-        path = Path(path)
+    def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = {"format": FORMAT, **asdict(self)}
         # A line a row, and of a row what says something.
@@ -128,10 +105,37 @@ class Run:
         path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
     @classmethod
-    def load(cls, path: Path | str) -> Run:
-        data = json.loads(Path(path).read_text())
+    def load(cls, path: Path) -> Run:
+        data = json.loads(path.read_text())
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"{path}: expected format {FORMAT} of python -m bench")
         known = {f.name for f in fields(Row)}
-        data["rows"] = [Row(**{k: v for k, v in row.items() if k in known}) for row in data["rows"]]
-        return cls(**data)
+        rows = data.pop("rows")
+        return cls(**data, rows=[Row(**{k: row[k] for k in row.keys() & known}) for row in rows])
+
+
+def output_of(*command: str) -> str | None:
+    """None where the command is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def describe(device: torch.device) -> dict:
+    """Device, versions, and the fingerprint of the sources."""
+    cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    build = cutlass_bn.build_info()
+    return {
+        "device_type": device.type,
+        "device": cuda.name if cuda else platform.machine(),
+        "multiprocessors": cuda.multi_processor_count if cuda else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "python": platform.python_version(),
+        "cutlass_bn": cutlass_bn.__version__,
+        "build": {name: build[name] for name in build if name not in ("library", "error")},
+        "fingerprint": output_of(sys.executable, str(ROOT / "tools" / "fingerprint.py")),
+    }

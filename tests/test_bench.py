@@ -1,327 +1,342 @@
 """The benchmark's own logic, on tiny cases: nothing here asserts a speed."""
 
-import io
+from __future__ import annotations
+
 import json
 import math
+import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bench import __main__ as command
-from bench import bars, cases, documents, peers, plots, report, suites
-from bench.cases import BN2D, GEMM_SCALE_BN, Case
-from bench.errors import Error, broken_contracts, measure_error, oracle
-from bench.records import COMPILE, COPY, EAGER, ERROR, FAILED, GEMM, IEEE, OK, OURS, Row, Run
-from bench.timing import Timing, exclusive_times, interleave
+from bench import cases, errors, peers, records, report, suites
+from bench.cases import BN2D, EVAL, GEMM_SCALE_BN, STEP, Case, Options
+from bench.records import COMPILE, EAGER, FAILED, LIMITS, OK, OURS, OURS_COMPILED, Row, Run
+from bench.timing import Timing, interleave
 
 CPU = torch.device("cpu")
-OPTIONS = suites.Options(CPU, quick=True, seconds=0.001)
-TINY = [
-    Case(BN2D, (2, 4, 5, 3)),
-    Case(BN2D, (2, 4, 5, 3), training=False),
-    Case(BN2D, (2, 4, 5, 3), channels_last=True),
-    Case(GEMM_SCALE_BN, (16, 8, 12)),  # K and N differ: a transposed shape would show
-    Case(GEMM_SCALE_BN, (16, 8, 12), training=False),
+OPTIONS = Options(CPU, quick=True, seconds=0.001)
+NORM = Case(BN2D, (2, 4, 5, 3))
+LAYER = Case(GEMM_SCALE_BN, (16, 8, 12))  # K and N differ: a transposed shape would show
+FORWARDS = [
+    NORM,
+    LAYER,
+    replace(NORM, mode=EVAL),
+    replace(LAYER, mode=EVAL),
+    Case(BN2D, (4, 8, 6, 6), "bf16", channels_last=True),
     Case(GEMM_SCALE_BN, (64, 32, 16), "bf16"),
 ]
+STEPS = [replace(case, mode=STEP) for case in (NORM, LAYER, *FORWARDS[-2:])]
 
 
-def wrong_build(run):
-    """The usual peers, ours replaced by `run`."""
-
-    def build(case, model, options):
-        return {**suites.build_variants(case, model, options), OURS: lambda: peers.Variant(run(model))}
-
-    return build
-
-
-def text_of(run, width=200):
-    out = report.Console(width=width, record=True, file=io.StringIO())
-    report.show(run, out)
-    return out.export_text()
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Two wait for each other on a busy machine, and the cases are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def with_ours(monkeypatch, change):
+    """Ours is eager, changed: change(variant) gives another, or raises."""
+    usual = peers.variants
+
+    def variants(case, model, compile):
+        builders = usual(case, model, compile)
+        return {**builders, OURS: lambda: change(builders[EAGER]())}
+
+    monkeypatch.setattr(peers, "variants", variants)
+
+
+@pytest.mark.parametrize("case", FORWARDS + STEPS, ids=lambda case: case.name)
 def test_every_variant_meets_its_contract(case, device):
-    rows = suites.measure("workloads", case, replace(OPTIONS, device=torch.device(device), compile=False))
-    variants = {row.variant for row in rows}
-    assert variants >= {EAGER, OURS, COPY if case.kind == BN2D else GEMM}
-    assert (IEEE in variants) is (case.kind == GEMM_SCALE_BN and case.precision == "fp32" and case.training)
-    for row in rows:
+    options = replace(OPTIONS, device=torch.device(device), compile=False)
+    rows = {row.variant: row for row in suites.measure("workloads", case, options)}
+    step, gemm = case.mode == STEP, case.kind == GEMM_SCALE_BN
+    assert {EAGER, OURS} <= set(rows)
+    assert any(name in rows for name in LIMITS) is not step
+    assert (records.IEEE in rows) is (gemm and case.precision == "fp32" and case.mode == "train")
+    for row in rows.values():
         assert row.status == OK, row.detail
-        assert row.ms > 0
-        assert row.p10 <= row.ms <= row.p90
-        if row.variant not in (COPY, GEMM):
-            assert 0 <= row.relative_error < 2e-2
+        assert 0 < row.p10 <= row.ms <= row.p90
+        assert (row.peak_bytes is not None) is (step and device == "cuda")
+        if step:
+            assert len(row.gradient_errors) == (6 if gemm else 3)
+        found = row.gradient_errors.values() if step else [row.relative_error]
+        if row.variant not in LIMITS:
+            assert all(0 <= error < (5e-2 if case.precision == "bf16" else 1e-5) for error in found)
 
 
-@pytest.mark.parametrize("case", TINY[:1] + TINY[3:4], ids=lambda case: case.name)
-def test_a_wrong_result_has_no_speed(case):
-    rows = suites.measure("workloads", case, OPTIONS, build=wrong_build(lambda model: lambda x: model(x) + 1e-3))
-    ours = next(row for row in rows if row.variant == OURS)
-    assert ours.status == FAILED
-    assert "allowed" in ours.detail
-    assert ours.valid_ms is None
-    assert ours.rate is None
-    assert ours.percent_of_limit is None
-    run = Run({"device_type": "cuda"}, rows=rows)
-    assert run.speedup(ours, EAGER) is None
-    line = next(line for line in text_of(run).splitlines() if OURS in line and FAILED in line)
-    assert "x " not in line.split(FAILED)[1].split("e-")[0]
-    assert f"**{FAILED}**" in report.markdown(run)
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", STEPS[:2], ids=lambda case: case.name)
+def test_ours_is_stepped_compiled_too(case):
+    rows = suites.measure("steps", case, replace(OPTIONS, device=torch.device("cuda")))
+    assert {row.variant for row in rows} == {EAGER, COMPILE, OURS, OURS_COMPILED}
+    assert {row.status for row in rows} == {OK}
 
 
-def test_nan_and_unwritten_elements_fail():
-    def poisoned(model):
-        def run(x):
-            y = model(x).clone()
-            y[0, 0, 0, 0] = math.nan
-            return y
-
-        return run
-
-    rows = suites.measure("workloads", TINY[0], OPTIONS, build=wrong_build(poisoned))
-    assert next(row for row in rows if row.variant == OURS).status == FAILED
+def poisoned(y):
+    y = y.clone()
+    y.view(-1)[0] = math.nan
+    return y
 
 
-def test_a_variant_that_raises_is_reported_and_the_others_run():
-    def broken(model):
-        raise RuntimeError("no kernel image")
+def drifting(variant):
+    def run(x):
+        y = variant.run(x)
+        peers.batch_norm_of(variant.model).running_var *= 1.01
+        return y
 
-    rows = suites.measure("workloads", TINY[0], OPTIONS, build=wrong_build(broken))
-    by_name = {row.variant: row for row in rows}
-    assert by_name[OURS].status == ERROR
-    assert "no kernel image" in by_name[OURS].detail
-    assert by_name[EAGER].status == OK
+    return peers.Variant(run, variant.model)
 
 
-def test_wrong_running_statistics_fail():
-    case = TINY[0]
+def doubled(variant):
+    next(variant.model.parameters()).register_hook(lambda gradient: 2 * gradient)
+    return variant
+
+
+def raising(variant):
+    raise RuntimeError("no kernel image")
+
+
+WRONG = {
+    "off": (lambda v: peers.Variant(lambda x: v.run(x) + 1e-3, v.model), NORM, "of y"),
+    "NaN": (lambda v: peers.Variant(lambda x: poisoned(v.run(x)), v.model), LAYER, "nan"),
+    "state": (drifting, NORM, "of running_var"),
+    "gradient": (doubled, STEPS[0], "of dgamma"),
+    "weight's": (doubled, STEPS[1], "of dscale"),
+    "raising": (raising, STEPS[0], "no kernel image"),
+}
+
+
+@pytest.mark.parametrize(("change", "case", "why"), WRONG.values(), ids=WRONG)
+def test_a_wrong_result_has_no_speed(change, case, why, monkeypatch):
+    with_ours(monkeypatch, change)
+    rows = {row.variant: row for row in suites.measure("workloads", case, OPTIONS)}
+    ours = rows[OURS]
+    assert ours.status == (records.ERROR if change is raising else FAILED)
+    assert why in ours.detail
+    assert ours.valid_ms is ours.rate is ours.percent_of_limit is None
+    assert rows[EAGER].status == OK
+    run = Run({"device_type": "cuda"}, rows=list(rows.values()))
+    for table in (*report.tables(run), report.summary(run, "", run.cases())):
+        assert ours.status in report.as_markdown(table)
+    assert not report.faster(rows, OURS, EAGER)
+
+
+@pytest.mark.parametrize("values", [1, 40, 1 << 26])
+@pytest.mark.parametrize("case", [NORM, LAYER, *STEPS[:2]], ids=lambda case: case.name)
+def test_exact_results_are_those_of_a_float64_model(case, values, monkeypatch):
+    """In pieces of any size."""
+    monkeypatch.setattr(errors, "PIECE_VALUES", values)
     model = peers.eager_model(case, CPU)
-    x = peers.random_input(case, CPU)
-    with torch.no_grad():
-        stepped = peers.variants(case, model, compile=False)[EAGER]()
-        good = measure_error(stepped.run(x), oracle(case, model, x), stepped.bn)
-        stepped.bn.running_var *= 1.01
-        bad = measure_error(stepped.run(x), oracle(case, model, x), stepped.bn)
-    assert broken_contracts(good, good, "fp32") == []
-    assert any("running statistics" in reason for reason in broken_contracts(bad, good, "fp32"))
-
-
-@pytest.mark.parametrize("step", [1, 3, 100])
-def test_oracle_is_the_same_in_any_slices(step, monkeypatch):
-    case = TINY[3]
-    model, x = peers.eager_model(case, CPU), peers.random_input(case, CPU)
-    with torch.no_grad():
-        whole = model.double()(x.double())
-        model.bn.reset_running_stats()
-        monkeypatch.setattr("bench.errors.SLICE_VALUES", step * x.shape[0])
-        parts = torch.cat([part.y for part in oracle(case, model, x)], 1)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    x, dy = peers.random_input(case, CPU)
+    wide = peers.eager_model(case, CPU).double()
+    wide.load_state_dict(model.state_dict())
+    wide_x = x.detach().double().requires_grad_(case.mode == STEP)
+    results = peers.Variant(wide, wide).results(wide_x, None if dy is None else dy.double())
+    found = errors.measure({"wide": results}, errors.exact(case, model, x, dy))["wide"]
+    assert set(found) == set(results)
+    assert max(error.relative for error in found.values()) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("error", "precision", "good"),
     [
-        (Error(1e-5, 1e-6, 5e-5), "fp32", True),
-        (Error(1e-5, 1e-6, 2e-4), "fp32", False),  # leaves allclose
-        (Error(1e-5, 9e-5, 5e-5), "fp32", False),  # inside it, but far worse than eager
-        (Error(1e-5, 1e-6, 5e-5, state=1e-3), "fp32", False),
-        (Error(1.0, 4e-5, 1.0), "tf32", True),  # TF32 has no absolute bound
-        (Error(1.0, 4e-5, 3e-2), "bf16", True),  # beyond 1e-2, where eager is as well
-        (Error(1.0, 4e-5, 5e-2), "bf16", False),
-        (Error(math.nan, math.nan, math.nan), "tf32", False),
+        ((1e-6, 5e-5), "fp32", True),
+        ((1e-6, 2e-4), "fp32", False),  # leaves allclose
+        ((9e-5, 5e-5), "fp32", False),  # inside it, but far worse than eager
+        ((4e-5, 1.0), "tf32", True),  # TF32 has no absolute bound
+        ((4e-5, 3e-2), "bf16", True),  # beyond 1e-2, where eager is as well
+        ((4e-5, 5e-2), "bf16", False),
+        ((math.nan, math.nan), "tf32", False),
     ],
 )
 def test_contracts(error, precision, good):
-    eager = Error(1e-5, 2e-5, 2e-2, 1e-7)
-    assert (broken_contracts(error, eager, precision) == []) is good
-
-
-def test_suites_hold_what_they_promise():
-    names = {case.name for case in cases.workloads()}
-    gemm = {*bars.GEMM_TRAIN.values(), *bars.GEMM_EVAL.values(), *bars.FP32_OTHERS}
-    assert {bars.LARGE, bars.LARGE_EVAL, *gemm} <= names
-    assert cases.workloads()[0].name == bars.GEMM_TRAIN["fp32"]  # the documents' tables lead with it
-    assert bars.MIDDLE in {case.name for case in cases.sweep(quick=True)}
-    assert set(bars.GEMM_TRAIN.values()) <= {case.name for case in cases.kernels(quick=True)}
-    for suite in (cases.workloads, cases.sweep, cases.kernels):
-        assert {replace(c, compile=True) for c in suite(quick=True)} <= set(suite())
-    overhead = {row.case for row in suites.overhead(replace(OPTIONS, quick=True))}
-    assert set(bars.TINY.values()) <= overhead
-
-
-def test_a_case_of_two_suites_runs_once():
-    steps = suites.plan(("workloads", "sweep"), replace(OPTIONS, device=torch.device("cuda"), quick=False))
-    assert [step.name for step in steps] == list(dict.fromkeys(case.name for case in cases.workloads() + cases.sweep()))
-
-
-def test_tf32_switch_is_put_back():
-    before = torch.get_float32_matmul_precision()
-    with cases.matmul_precision("tf32"):
-        assert torch.get_float32_matmul_precision() == "high"
-    assert torch.get_float32_matmul_precision() == before
+    row, eager = Row("", "", OURS), errors.Error(2e-5, 1.0, 2e-2)
+    errors.judge(row, {"y": errors.Error(error[0], 1.0, error[1])}, {"y": eager}, precision)
+    assert (row.status == OK) is good
 
 
 def test_interleave_moves_the_first_call_on():
     order = []
-    timings = interleave({n: lambda i, n=n: order.append(n) for n in "ab"}, CPU, 0.0, min_rounds=3)
-    assert order[4:] == ["a", "b", "b", "a", "a", "b"]  # after two rounds of warm-up
-    assert timings["a"].samples == 3
-    assert Timing.of([3.0]).median == 3.0
+    timings = interleave({n: lambda i, n=n: order.append(n) for n in "ab"}, CPU, 0.0)
+    assert order[4:] == list("abbaabbaab")  # after two rounds of warm-up
+    assert timings["a"].samples == 5
+    assert Timing.of([1.0, 3.0, 2.0]).median == 2.0
 
 
-def test_a_kernel_that_starts_early_to_wait_counts_from_its_turn():
-    kernels = [("gemm", 0.0, 100.0), ("finalise", 60.0, 105.0), ("normalise", 110.0, 150.0), ("gemm", 150.0, 250.0)]
-    assert exclusive_times(kernels) == {"gemm": [0.1, 0.1], "finalise": [0.005], "normalise": [0.04]}
+def test_suites():
+    on_gpu = replace(OPTIONS, device=torch.device("cuda"), quick=False)
+    names = [item.name for _, item in suites.plan(suites.SUITES, on_gpu)]
+    assert len(names) == len(set(names))  # a case of two suites runs once
+    assert set(report.IN_README) <= set(names)
+    assert {suite for suite, _ in suites.plan(suites.SUITES, OPTIONS)} == {
+        name for name, suite in suites.SUITES.items() if suite.on_cpu
+    }
+    for suite in suites.SUITES.values():
+        every = {item.name for item in suite.items(False)}
+        assert suite.on_cpu == "" or {item.name for item in suite.items(True)} <= every
+    assert suites.plan(["sweep"], replace(on_gpu, only="28x28"))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>(...)", suites.FUSED),
-        ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiii", suites.FUSED),
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", GEMM),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x128>(...)", GEMM),
-        ("void cutlass_bn::linear_bn::split_rows_kernel<...>(cutlass_bn::linear_bn::SplitSource, ...)", "split"),
-        ("void cutlass_bn::linear_bn::column_maxima_kernel<4>(...)", "split"),
-        ("void cutlass_bn::linear_bn::exact_kernel<128, cutlass_bn::linear_bn::ExactMoments>(...)", "exact tiles"),
-        ("void cutlass_bn::finalize_kernel<true>(cutlass_bn::FinalizeParams)", "finalise"),
-        ("void cutlass_bn::normalize_kernel<float>(cutlass_bn::NormalizeParams)", "normalise"),
-        ("void cutlass_bn::stats_nchw_kernel<float>(cutlass_bn::StatsParams)", "moments"),
-        ("void cutlass_bn::batch_norm::resident_kernel<float, ...>(...)", "on chip"),
-    ],
-)
-def test_kernel_roles(kernel, expected):
-    assert suites.role(kernel) == expected
+def test_cpu_suite_is_of_two_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    rows = suites.measure_on_cpu("cpu", NORM, replace(OPTIONS, device=torch.device("cuda")))
+    assert counts == [2, 7]
+    assert [row.variant for row in rows] == [EAGER, OURS]
+    run = Run(rows=rows)
+    assert report.NO_SPEED not in report.headline(run)
+    assert "x eager" in report.summary(run, "", run.cases()).header
 
 
-@pytest.mark.gpu
-def test_kernels_of_a_call_are_told_apart():
-    options = replace(OPTIONS, device=torch.device("cuda"))
-    rows = {row.variant: row for row in suites.time_kernels(Case(GEMM_SCALE_BN, (256, 128, 128), "bf16"), options)}
-    assert {"finalise", "normalise", suites.CUBLAS} <= set(rows)
-    assert all(row.ms > 0 for row in rows.values())
-    for sizes, expected in (((4, 16, 16, 16), {"moments", "finalise", "normalise"}), ((4, 16, 32, 32), {"on chip"})):
-        assert {row.variant for row in suites.time_kernels(Case(BN2D, sizes), options)} == expected
+class OnCpu(TorchFunctionMode):
+    """What asks for a CUDA device gets the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def moved(value):
+            return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+        kwargs = {name: moved(value) for name, value in (kwargs or {}).items()}
+        return function(*map(moved, args), **kwargs)
 
 
-def recorded_run():
-    """As a GPU run would leave it: every case and variant at a made-up time, and one wrong result."""
-    run = Run({"device_type": "cuda", "device": "a GPU", "torch": "2"}, {"copy": 4200.0, "fp16": 800.0})
-    judged, swept = cases.workloads(), cases.sweep()
-    for case in {case.name: case for case in judged + swept}.values():
-        for variant, ms in ((EAGER, 8.0), (COMPILE, 3.0), (OURS, 2.5), (COPY if case.kind == BN2D else GEMM, 2.0)):
-            work, unit = case.work
-            row = Row("workloads" if case in judged else "sweep", case.name, variant, ms=ms, p10=ms, p90=ms, samples=9)
-            row.limit_ms, row.work, row.unit = 2.0, work, unit
-            row.max_abs_error, row.relative_error = 1e-6, 1e-7
-            run.rows.append(row)
-    for case in cases.kernels():
-        for label, ms in ((suites.FUSED, 1.03), (suites.CUBLAS, 1.0), ("finalise", 0.009)):
-            run.rows.append(Row("kernels", f"kernels {case.name}", label, "kernel", ms, ms, ms, 9))
-    wrong = run.find(bars.GEMM_EVAL["bf16"], OURS)
-    wrong.status = FAILED
-    return run
+class Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+def shrunk(items, quick):
+    """A few of a suite's items, small."""
+    few = items(True)[::3]
+    if isinstance(few[0], Case):
+        return [case.reduced() for case in few]
+    if isinstance(few[0], suites.accuracy.Input):
+        return [replace(kind, m=24, k=16, n=8) for kind in few]
+    return few
+
+
+@pytest.fixture
+def stand_in_gpu(monkeypatch):
+    """The CPU in its place, and all cases small: what runs on a GPU alone runs."""
+    properties = SimpleNamespace(name="Stand-in", multi_processor_count=1, L2_cache_size=1 << 10)
+    stubs = {
+        "Event": Event,
+        "get_device_properties": lambda _: properties,
+        **dict.fromkeys(("_sleep", "synchronize", "empty_cache"), lambda *_: None),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(command, "measure_ceilings", lambda *_: {"copy": 4000.0, "fp16": 800.0})
+    monkeypatch.setattr(command, "clocks_under_load", lambda _: {"clocks.sm": "1 MHz"})
+    monkeypatch.setitem(suites.accuracy.PRODUCTS, "split_matmul", torch.mm)
+    monkeypatch.setattr(suites.accuracy, "GRID", ((8, 16),) * 3)
+    monkeypatch.setattr(suites.accuracy, "POINT_SECONDS", 0.0)
+    for name, suite in suites.SUITES.items():
+        few = partial(shrunk, suite.items)
+        monkeypatch.setitem(suites.SUITES, name, suite._replace(items=few))
+    with OnCpu():
+        yield
+
+
+def test_a_run_on_a_gpu(stand_in_gpu, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    arguments = ["all", "--quick", "--device", "cuda", "--seconds", "0.001", "--json", str(path)]
+    assert command.main(arguments) == 0
+    run = Run.load(path)
+    assert {row.suite for row in run.rows} == set(suites.SUITES)
+    assert {row.status for row in run.rows} == {OK}
+    assert run.environment["clocks"]
+    assert {row.variant for row in run.rows} >= {COMPILE, OURS_COMPILED}
+    assert all(row.limit_ms for row in run.rows if row.suite in ("workloads", "steps", "sweep"))
+    out = capsys.readouterr().out
+    assert "Stand-in" in out
+    assert report.NO_SPEED not in out
+    assert "crossover" in out
 
 
 def test_json_round_trip(tmp_path):
-    run = recorded_run()
-    path = tmp_path / "deep" / "run.json"
+    row = Row("steps", "step", OURS, ms=1.5, gradient_errors={"dx": 1e-7}, peak_bytes=3)
+    run, path = Run({"device": "a GPU"}, rows=[row]), tmp_path / "deep" / "run.json"
     run.save(path)
     assert Run.load(path) == run
-    data = json.loads(path.read_text())
-    data["format"] = 0
-    path.write_text(json.dumps(data))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(ValueError, match="expected format"):
         Run.load(path)
 
 
-def test_bars():
-    outcomes = {outcome.bar.what: outcome for outcome in bars.judge_all(recorded_run())}
-    verdicts = {what: outcome.reached for what, outcome in outcomes.items()}
-    assert verdicts[f"{bars.LARGE}, time over compile's"] is True
-    assert verdicts[f"{bars.LARGE}, faster than eager"] is True
-    assert verdicts[f"{bars.MIDDLE}, time"] is False
-    assert verdicts[f"{bars.GEMM_EVAL['bf16']}, time over gemm's"] is False  # wrong, however fast
-    assert verdicts["finalise kernel, bf16"] is False
-    assert verdicts[f"{bars.GEMM_TRAIN['fp32']}, time"] is True
-    assert verdicts[f"{bars.GEMM_TRAIN['fp32']}, faster than eager"] is False
-    assert None in verdicts.values()  # overhead and accuracy were not measured
-    moments = next(outcome for what, outcome in outcomes.items() if what.startswith("moments in the epilogue, bf16"))
-    assert moments.value == pytest.approx(3.0)
-    assert moments.reached is True
+def test_the_record_is_shown(capsys):
+    for arguments in (["show"], ["show", "--markdown"]):
+        assert command.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(text in out for text in ("H200", "11.35", "4.43x", "(1.39)", "8,192", "264.4"))
+        assert "…" not in out
 
 
-def test_plots_are_written(tmp_path):
-    written = plots.write(recorded_run(), tmp_path / "images")
-    assert {path.stem for path in written} == set(plots.PLOTS)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    assert plots.write(Run(), tmp_path) == []
+def test_readme_shows_the_record(tmp_path, monkeypatch):
+    """What `python -m bench readme` writes."""
+    run, shown = Run.load(records.RECORDED), report.in_readme()
+    table = report.as_markdown(report.readme_table(run))
+    if shown.startswith("| what |"):
+        assert shown == table
+    assert len(report.readme_table(run).lines) == len(report.IN_README) <= 10
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    report.README.write_text("a\n<!-- measured -->\nold\n<!-- /measured -->\nb\n")
+    assert command.main(["readme"]) == 0
+    assert report.in_readme() == table
+    report.README.write_text("no markers")
+    assert command.main(["readme"]) == 2
 
 
-def test_commands_on_a_recorded_run(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    recorded_run().save(path)
-    for arguments in (["show"], ["show", "--markdown"], ["bars"], ["bars", "--markdown"]):
-        assert command.main([arguments[0], str(path), *arguments[1:]]) == 0
-        assert capsys.readouterr().out
-    assert command.main(["plot", str(path), "--out", str(tmp_path)]) == 0
-    assert command.main(["show", str(tmp_path / "none.json")]) == 2
+def test_charts_are_drawn(tmp_path):
+    assert command.main(["plot", "--out", str(tmp_path)]) == 0
+    images = [path.read_bytes() for path in tmp_path.glob("*.png")]
+    assert [image[:4] for image in images] == [b"\x89PNG"] * 2
 
 
-def test_a_run_without_a_gpu_says_so(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    arguments = ["workloads", "--quick", "--device", "cpu", "--seconds", "0.001", "--only", "bn2d", "--json", str(path)]
+def test_a_demo_without_a_gpu(capsys):
+    arguments = ["workloads", "--quick", "--summary", "--device", "cpu", "--seconds", "0.001"]
     assert command.main(arguments) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert report.NO_SPEED in out
-    assert "H200" in out
-    run = Run.load(path)
-    assert not run.on_gpu
-    assert {row.status for row in run.rows} == {OK}
-    assert command.main(["show", str(path), "--markdown"]) == 0
-    assert report.NO_SPEED in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40  # make adds a few
+    assert max(map(len, lines)) <= 120
+    assert report.NO_SPEED in lines
+    assert sum("train" in line or "eval" in line for line in lines) == 8 + 8
 
 
-@pytest.mark.parametrize(("document", "marker"), documents.TABLES)
-def test_documents_show_the_recorded_run(document, marker):
-    """Between their markers stands what `python -m bench documents` writes there."""
-    render = documents.TABLES[document, marker]
-    assert documents.shown(document, marker) == render(Run.load(command.RECORDED)).strip()
-
-
-def test_documents_are_rewritten(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
-    for name in {name for name, _ in documents.TABLES}:
-        (tmp_path / name).write_text((command.ROOT / name).read_text())
-    monkeypatch.setattr(documents, "ROOT", tmp_path)
-    run = recorded_run()
-    run.save(tmp_path / "run.json")
-    assert command.main(["documents", str(tmp_path / "run.json")]) == 0
-    assert documents.write(run) == []
-    assert documents.shown("README.md", "measured") == report.markdown(run)
-    (tmp_path / "README.md").write_text("no markers")
-    with pytest.raises(ValueError, match="expected one pair of markers measured"):
-        documents.write(run)
-
-
-def test_a_run_is_resumed(tmp_path, capsys):
+def test_a_run_in_pieces(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run.json"
-    arguments = ["workloads", "--quick", "--device", "cpu", "--seconds", "0.001", "--json", str(path), "--resume"]
-    assert command.main([*arguments, "--only", "bn2d", "--seed", "7"]) == 0
+    arguments = ["steps", "--quick", "--seconds", "0.001", "--json", str(path), "--resume"]
+    arguments += ["--device", "cpu"]
+    seconds = iter(range(0, 100_000, 40))  # of a clock that every look moves on
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(seconds))
+    assert command.main([*arguments, "--minutes", "3", "--seed", "7"]) == 0
+    assert "steps are left for --resume" in capsys.readouterr().out
     begun = Run.load(path)
-    assert begun.options["steps"]
-    assert command.main([*arguments, "--only", "bn2d"]) == 0  # nothing is left to do
-    assert Run.load(path).rows == begun.rows
-    assert command.main([*arguments, "--only", "tf32 eval"]) == 0
+    assert 0 < len(begun.options["steps"]) < len(cases.steps(True))
+    assert command.main(arguments) == 0
+    assert "left for --resume" not in capsys.readouterr().out
     run = Run.load(path)
     assert run.rows[: len(begun.rows)] == begun.rows
-    assert len(run.options["steps"]) == len(begun.options["steps"]) + 1
+    assert len(run.options["steps"]) == len(cases.steps(True))
     assert run.options["seed"] == 7
-    run.environment["device"] = "another"
-    run.save(path)
+    data = json.loads(path.read_text())
+    data["environment"]["device"] = "another"
+    path.write_text(json.dumps(data))
     assert command.main(arguments) == 2
     assert "can't be resumed" in capsys.readouterr().err

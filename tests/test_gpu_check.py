@@ -35,11 +35,15 @@ cuda = SimpleNamespace(
 import sys
 sys.path.insert(0, "tools")
 import fingerprint
+sources = fingerprint.library_fingerprint()
 library_is_loaded = lambda: True
-build_info = lambda: {"version": "1", "library": "here", "error": None, "sources": fingerprint.library_fingerprint()}
+build_info = lambda: {"version": "1", "library": "here", "error": None, "sources": sources}
 """,
     "bench/__init__.py": "",
-    "bench/__main__.py": "import sys\nopen(sys.argv[sys.argv.index('--json') + 1], 'w').write('[1.5]')\n",
+    "bench/__main__.py": """
+import sys
+open(sys.argv[sys.argv.index("--json") + 1], "w").write('{"rows": [{"ms": 1.5}]}')
+""",
     "tests/test_it.py": """
 import pytest
 
@@ -47,7 +51,8 @@ import pytest
 def test_good(): pass
 
 @pytest.mark.gpu
-def test_skipped(): pytest.skip("not today")
+@pytest.mark.parametrize("_", "ab")
+def test_skipped(_): pytest.skip("not today")
 
 def test_not_on_a_gpu(): assert False
 """,
@@ -60,7 +65,7 @@ def tree(tmp_path) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=lambda *_: ["__pycache__"])
     return tmp_path
 
 
@@ -75,72 +80,69 @@ def gpu_check(tree: Path, command: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
-def test_no_record_is_missing(tree):
-    status, output = gpu_check(tree, "status")
-    assert status == 1
-    assert output.startswith("MISSING")
-
-
 def test_a_good_run_is_ok_until_a_source_changes(tree):
+    assert gpu_check(tree, "status")[1].startswith("MISSING")
     status, output = gpu_check(tree, "run")
     assert status == 0, output
     status, output = gpu_check(tree, "status")
     assert status == 0
-    assert output.startswith("OK: 1 passed, 0 failed, 1 skipped on Stand-in GPU")
+    assert output.startswith("OK: 1 passed, 0 failed, 2 skipped on Stand-in GPU")
     record = json.loads((tree / "bench" / "results" / "gpu-check.json").read_text())
-    assert record["benchmark"] == {"exit_status": 0, "results": [1.5]}
+    assert record["benchmark"] == [{"ms": 1.5}]
+    assert record["tests"]["skips"] == {"not today": 2}
     assert record["machine"]["torch"] == "2.99"
 
     (tree / "notes.md").write_text("no source")
     assert gpu_check(tree, "status")[0] == 0
     (tree / "csrc" / "kernel.cu").write_text("// another kernel")
-    (tree / "tests" / "test_more.py").write_text("")
     status, output = gpu_check(tree, "status")
     assert status == 1
     assert output.startswith("STALE")
-    assert "2 files differ from the ones checked: csrc/kernel.cu, tests/test_more.py" in output
+    assert "the sources are not the ones that were checked" in output
 
 
-def test_a_failing_test_is_red(tree):
-    (tree / "tests" / "test_bad.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_bad(): assert False\n")
+def test_what_fails_is_red(tree):
+    bad = "import pytest\n@pytest.mark.gpu\ndef test_bad(): assert False\n"
+    (tree / "tests" / "test_bad.py").write_text(bad)
+    (tree / "bench" / "__main__.py").write_text("raise SystemExit(3)\n")
     status, output = gpu_check(tree, "run")
     assert status == 1
     assert "RED: 1 passed, 1 failed" in output
     assert "failed: tests.test_bad::test_bad" in output
-
-
-def test_a_benchmark_that_misses_its_contract_is_red(tree):
-    (tree / "bench" / "__main__.py").write_text("raise SystemExit(3)\n")
-    status, output = gpu_check(tree, "run")
-    assert status == 1
-    assert "RED" in output
     assert "the benchmark ended with status 3" in output
 
 
-def test_a_library_of_other_sources_is_refused(tree):
-    package = tree / "cutlass_bn" / "__init__.py"
-    package.write_text(package.read_text().replace("fingerprint.library_fingerprint()", "'0123'"))
-    status, output = gpu_check(tree, "run")
-    assert status == 2
-    assert "was built from other sources than the ones here: rebuild it" in output
-    assert not (tree / "bench" / "results" / "gpu-check.json").exists()
+def replace_in(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
-def test_another_installation_is_refused(tree):
-    """Where an editable installation of another checkout comes first, that one would be tested."""
+def of_other_sources(tree: Path) -> None:
+    replace_in(tree / "cutlass_bn" / "__init__.py", "fingerprint.library_fingerprint()", "'0123'")
+
+
+def of_another_checkout(tree: Path) -> None:
+    """Where an editable installation of one comes first, that one would be tested."""
     (tree / "elsewhere").mkdir()
     (tree / "cutlass_bn").rename(tree / "elsewhere" / "cutlass_bn")
-    with (tree / "sitecustomize.py").open("a") as file:
-        file.write("sys.path.insert(0, 'elsewhere')\n")
+    replace_in(tree / "sitecustomize.py", "import sys", "import sys; sys.path[:0] = ['elsewhere']")
     (tree / "cutlass_bn").mkdir()
-    status, output = gpu_check(tree, "run")
-    assert status == 2
-    assert "is not the cutlass_bn of this checkout" in output
 
 
-def test_no_gpu_is_said(tree):
-    torch = tree / "torch.py"
-    torch.write_text(torch.read_text().replace("lambda: True", "lambda: False"))
+def without_a_gpu(tree: Path) -> None:
+    replace_in(tree / "torch.py", "lambda: True", "lambda: False")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_other_sources, "was built from other sources than the ones here: rebuild it"),
+        (of_another_checkout, "is not the cutlass_bn of this checkout"),
+        (without_a_gpu, "there is no CUDA device"),
+    ],
+)
+def test_what_would_prove_nothing_is_refused(change, message, tree):
+    change(tree)
     status, output = gpu_check(tree, "run")
     assert status == 2
-    assert "there is no CUDA device" in output
+    assert message in output
+    assert not (tree / "bench" / "results" / "gpu-check.json").exists()
