@@ -77,6 +77,7 @@ def test_missing_torch_is_an_error(tmp_path):
     output = configure(tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DPython_EXECUTABLE={python}", expect_failure=True)
     assert f"{python} has no torch" in output
     assert "`pip install .`" in output
+    assert "`pip install --no-build-isolation .` builds in yours" in output
 
 
 def test_missing_cutlass_is_an_error(tmp_path):
@@ -150,5 +151,5 @@ def test_cpp_package(tmp_path):
     run("cmake", "--install", built, "--component", "cpp", "--prefix", prefix)
     run("cmake", "-G", "Ninja", "-S", ROOT / "examples" / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
     run("cmake", "--build", build)
-    result = subprocess.run([build / "batch_norm"], capture_output=True, text=True)
+    result = subprocess.run([build / "layers"], capture_output=True, text=True)
     assert "first channel of y" in result.stdout or "cudaMalloc" in result.stderr

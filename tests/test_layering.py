@@ -17,11 +17,11 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 CSRC_LAYERS = {
     "common": {"common"},
     "batch_norm": {"common", "batch_norm"},
-    "linear_bn": {"common", "linear_bn"},
+    "linear_bn": {"common", "batch_norm", "linear_bn"},
     "ops": {"common", "batch_norm", "linear_bn", "ops"},
 }
 # Modules of cutlass_bn from the lowest layer up: each may import only from those before it and from itself.
-PYTHON_LAYERS = ["_version", "_library", "reference", "ops", "functional", "modules", "_explain"]
+PYTHON_LAYERS = ["_version", "_library", "reference", "cpu", "ops", "functional", "modules", "_explain"]
 MAX_LINES = 400
 
 

@@ -35,8 +35,8 @@ struct PlaneWalk {
     int64_t const outer = vector / t.vectors_per_plane;
     int64_t const within = vector - outer * t.vectors_per_plane;
     start = outer * t.outer_stride + channel * t.inner + within * V;
-    // As many vectors before the next border as there are. A plane longer than kLongPlane counts as its last kLongPlane vectors:
-    // a tile can't reach a second border, so that makes no difference.
+    // As many vectors before the next border as there are. A plane longer than kLongPlane counts as
+    // its last kLongPlane vectors: a tile can't reach a second border, so that makes no difference.
     first = static_cast<uint32_t>(max(int64_t(0), plane.divisor - (t.vectors_per_plane - within)));
   }
 

@@ -3,6 +3,7 @@
 
 #include "batch_norm/gradient_map.cuh"
 #include "batch_norm/params.h"
+#include "common/affine.cuh"
 
 namespace cutlass_bn::batch_norm {
 
@@ -22,12 +23,15 @@ __device__ __forceinline__ WideSums shuffle_xor(WideSums const& s, int lanes) {
   return {__shfl_xor_sync(kAll, s.dy, lanes), __shfl_xor_sync(kAll, s.product, lanes)};
 }
 
-// What the end of a channel takes beside its sums. Asked for early, it arrives while they are being made.
+// What the end of a channel takes beside its sums. Asked for early, it arrives while they are being
+// made.
 struct GradientInputs {
-  float mean = 0.f, remainder = 0.f, invstd = 0.f, running_var = 0.f, scale = 1.f, weight = 1.f, bias = 0.f;
+  float mean = 0.f, remainder = 0.f, invstd = 0.f, running_var = 0.f, scale = 1.f, gamma = 1.f,
+        beta = 0.f;
 };
 
-__device__ __forceinline__ GradientInputs load_inputs(GradientFinalizeParams const& p, int64_t channel) {
+__device__ __forceinline__ GradientInputs load_inputs(GradientFinalizeParams const& p,
+                                                      int64_t channel) {
   GradientInputs inputs;
   if (p.stats != nullptr) {
     inputs.mean = p.stats[channel];
@@ -37,42 +41,48 @@ __device__ __forceinline__ GradientInputs load_inputs(GradientFinalizeParams con
     inputs.running_var = p.running_var.load(channel);
   }
   inputs.scale = p.scale.load_or(channel, 1.f);
-  inputs.weight = p.weight.load_or(channel, 1.f);
-  inputs.bias = p.bias.load_or(channel, 0.f);
+  inputs.gamma = p.gamma.load_or(channel, 1.f);
+  inputs.beta = p.beta.load_or(channel, 0.f);
   return inputs;
 }
 
 struct ChannelGradients {
-  double dbias, dweight, dscale;
+  double dbeta, dgamma, dscale;
   GradientMap map;
   float offset;  // of GradientMaps
 };
 
 // The tiles were centred on the rounded mean.
-__device__ __forceinline__ ChannelGradients channel_gradients(GradientFinalizeParams const& p, WideSums const& sums,
+__device__ __forceinline__ ChannelGradients channel_gradients(GradientFinalizeParams const& p,
+                                                              WideSums const& sums,
                                                               GradientInputs const& inputs) {
   double const remainder = inputs.remainder, rows = double(p.rows);
   double const product = sums.product - remainder * sums.dy;
-  double const invstd = p.stats != nullptr ? double(inputs.invstd) : rsqrt(double(inputs.running_var) + p.eps);
+  double const invstd = p.stats != nullptr ? double(inputs.invstd)
+                                           : rsqrt(double(inputs.running_var) + p.eps);
   double const factor = double(inputs.scale) * invstd;  // of x - mean in x^
   ChannelGradients gradients;
-  gradients.dbias = sums.dy;
-  gradients.dweight = product * factor;
-  // sum(dz * (x - mean)) is weight * invstd * product * (1 - factor^2 * var), and 1 - factor^2 * var is eps * invstd^2.
-  gradients.dscale = double(inputs.weight) * product * p.eps * invstd * invstd * invstd;
+  gradients.dbeta = sums.dy;
+  gradients.dgamma = product * factor;
+  // sum(dz * (x - mean)) is gamma * invstd * product * (1 - factor^2 * var), and 1 - factor^2 * var
+  // is eps * invstd^2.
+  gradients.dscale = double(inputs.gamma) * product * p.eps * invstd * invstd * invstd;
 
-  float const gain = activated_gain(inputs.weight, inputs.scale, inputs.invstd);
+  float const gain = gain_of(inputs.gamma, inputs.scale, inputs.invstd);
   double const mean_dy = sums.dy / rows;
   float const rounded_mean_dy = float(mean_dy), slope = float(factor * factor * (product / rows));
-  float const shift = float(double(gain) * (double(slope) * remainder - (mean_dy - double(rounded_mean_dy))));
+  float const shift = float(double(gain) *
+                            (double(slope) * remainder - (mean_dy - double(rounded_mean_dy))));
   gradients.map = {inputs.mean, rounded_mean_dy, slope, gain, shift};
-  gradients.offset = activated_offset(inputs.bias, gain, inputs.remainder);
+  gradients.offset = shift_of(inputs.beta, gain, inputs.remainder);  // v then has the bits of the
+                                                                     // forward's
   return gradients;
 }
 
-__device__ __forceinline__ void store_gradients(GradientFinalizeParams const& p, int64_t channel, ChannelGradients const& g) {
-  if (p.dbias) p.dbias.store(channel, g.dbias);
-  if (p.dweight) p.dweight.store(channel, g.dweight);
+__device__ __forceinline__ void store_gradients(GradientFinalizeParams const& p, int64_t channel,
+                                                ChannelGradients const& g) {
+  if (p.dbeta) p.dbeta.store(channel, g.dbeta);
+  if (p.dgamma) p.dgamma.store(channel, g.dgamma);
   if (p.dscale) p.dscale.store(channel, g.dscale);
   if (p.maps.main == nullptr) return;
   p.maps.main[channel] = make_float4(g.map.mean, g.map.mean_dy, g.map.slope, g.map.gain);

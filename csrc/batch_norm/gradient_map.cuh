@@ -1,4 +1,5 @@
-// dx = (dy - mean_dy - (x - mean) * slope) * gain + shift, one channel's part of the backward transform.
+// dx = (dy - mean_dy - (x - mean) * slope) * gain + shift, one channel's part of the backward
+// transform.
 #pragma once
 
 #include "batch_norm/params.h"
@@ -13,10 +14,6 @@ struct GradientMap {
     return fmaf(fmaf(mean - x, slope, dy - mean_dy), gain, shift);
   }
 };
-
-// v = (x - mean) * gain + offset is what the activation took, with the bits of the forward's normalize kernel.
-__device__ __forceinline__ float activated_gain(float weight, float scale, float invstd) { return weight * (scale * invstd); }
-__device__ __forceinline__ float activated_offset(float bias, float gain, float remainder) { return fmaf(-remainder, gain, bias); }
 
 // Volatile: stays behind wait_for_previous_kernel().
 __device__ __forceinline__ GradientMap load_map(GradientMaps const& maps, int64_t channel) {

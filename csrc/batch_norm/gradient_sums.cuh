@@ -15,7 +15,8 @@ __device__ __forceinline__ void add(GradientSums& a, GradientSums const& b) {
   a.product += b.product;
 }
 
-// Over the first `width` lanes (a power of two) of a warp, all of whose lanes call it; lane 0 has the result.
+// Over the first `width` lanes (a power of two) of a warp, all of whose lanes call it; lane 0 has
+// the result.
 __device__ __forceinline__ GradientSums add_warp(GradientSums s, int width = 32) {
   constexpr unsigned kAll = 0xffffffffu;
   for (int lanes = width / 2; lanes > 0; lanes /= 2) {

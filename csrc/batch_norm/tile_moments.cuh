@@ -1,5 +1,6 @@
-// Moments inside a tile. The mean is kept in two parts, rounded and remainder: errors then are 2^-24 of the standard deviation
-// instead of the mean, and the fp32 mean that a tile reports is correctly rounded.
+// Moments inside a tile. The mean is kept in two parts, rounded and remainder: errors then are
+// 2^-24 of the standard deviation instead of the mean, and the fp32 mean that a tile reports is
+// correctly rounded.
 #pragma once
 
 #include "batch_norm/params.h"
@@ -14,12 +15,15 @@ struct TileMoments {
   float m2 = 0.f;
 };
 
-// Chan's merge of b into a on two-part means, but for the count: weight = b.count / (a.count + b.count), m2_weight = a.count *
-// weight. Neither is empty. Two sets with the same single value merge without any rounding.
-__device__ __forceinline__ void absorb(TileMoments& a, TileMoments const& b, float weight, float m2_weight) {
+// Chan's merge of b into a on two-part means, but for the count: weight = b.count / (a.count +
+// b.count), m2_weight = a.count * weight. Neither is empty. Two sets with the same single value
+// merge without any rounding.
+__device__ __forceinline__ void absorb(TileMoments& a, TileMoments const& b, float weight,
+                                       float m2_weight) {
   float const delta = (b.mean - a.mean) + (b.remainder - a.remainder);
   float const step = __fmul_rn(delta, weight);
-  // Knuth's two-sum: mean + error = a.mean + step exactly. The intrinsics keep the compiler from contracting it.
+  // Knuth's two-sum: mean + error = a.mean + step exactly. The intrinsics keep the compiler from
+  // contracting it.
   float const mean = __fadd_rn(a.mean, step);
   float const added = __fsub_rn(mean, a.mean);
   float const error = __fadd_rn(__fsub_rn(a.mean, __fsub_rn(mean, added)), __fsub_rn(step, added));
@@ -28,8 +32,8 @@ __device__ __forceinline__ void absorb(TileMoments& a, TileMoments const& b, flo
   a.m2 = fmaf(delta * m2_weight, delta, a.m2 + b.m2);
 }
 
-// The moments of the union of two sets (T. Chan, G. Golub, R. LeVeque, 1983, eq. 2.1). An empty side does not contribute, whatever
-// its mean.
+// The moments of the union of two sets (T. Chan, G. Golub, R. LeVeque, 1983, eq. 2.1). An empty
+// side does not contribute, whatever its mean.
 __device__ __forceinline__ TileMoments merge(TileMoments a, TileMoments const& b) {
   if (b.count == 0.f) return a;
   if (a.count == 0.f) return b;
@@ -40,8 +44,8 @@ __device__ __forceinline__ TileMoments merge(TileMoments a, TileMoments const& b
   return a;
 }
 
-// `near` is close to the mean of the values; the deviations from it give the rest. `value(i)` is called for i < N, and counts
-// where i < count.
+// `near` is close to the mean of the values; the deviations from it give the rest. `value(i)` is
+// called for i < N, and counts where i < count.
 template <int N, bool kFull, class Value>
 __device__ __forceinline__ TileMoments moments_around(float near, int count, Value const& value) {
   float sum = 0.f, square = 0.f;
@@ -59,7 +63,8 @@ __device__ __forceinline__ TileMoments moments_around(float near, int count, Val
   return {n, near, remainder, m2 < 0.f ? 0.f : m2};  // this form of the clamp keeps NaN
 }
 
-// value(From) + ... + value(From + N - 1) as a balanced tree, N a power of two: exact where all are equal.
+// value(From) + ... + value(From + N - 1) as a balanced tree, N a power of two: exact where all are
+// equal.
 template <int N, int From = 0, class Value>
 __device__ __forceinline__ float tree_sum(Value const& value) {
   if constexpr (N == 1) {
@@ -73,10 +78,12 @@ __device__ __forceinline__ float tree_sum(Value const& value) {
 template <int N, class Value>
 __device__ __forceinline__ TileMoments moments_of(Value const& value) {
   // Scaled before they are summed, which is as exact and can't overflow.
-  return moments_around<N, true>(tree_sum<N>([&](int i) { return value(i) * (1.f / N); }), N, value);
+  return moments_around<N, true>(tree_sum<N>([&](int i) { return value(i) * (1.f / N); }), N,
+                                 value);
 }
 
-// Of the first `count` of N values, count > 0. Their mean is taken around the first: exact again where all are equal.
+// Of the first `count` of N values, count > 0. Their mean is taken around the first: exact again
+// where all are equal.
 template <int N, class Value>
 __device__ __forceinline__ TileMoments moments_of(Value const& value, int count) {
   float const first = value(0);
@@ -90,11 +97,12 @@ __device__ __forceinline__ TileMoments moments_of(Value const& value, int count)
 
 __device__ __forceinline__ TileMoments shuffle_down(TileMoments const& m, int lanes) {
   constexpr unsigned kAll = 0xffffffffu;
-  return {__shfl_down_sync(kAll, m.count, lanes), __shfl_down_sync(kAll, m.mean, lanes), __shfl_down_sync(kAll, m.remainder, lanes),
-          __shfl_down_sync(kAll, m.m2, lanes)};
+  return {__shfl_down_sync(kAll, m.count, lanes), __shfl_down_sync(kAll, m.mean, lanes),
+          __shfl_down_sync(kAll, m.remainder, lanes), __shfl_down_sync(kAll, m.m2, lanes)};
 }
 
-// Over the first `width` lanes (a power of two) of a warp, all of whose lanes call it; lane 0 has the result.
+// Over the first `width` lanes (a power of two) of a warp, all of whose lanes call it; lane 0 has
+// the result.
 __device__ __forceinline__ TileMoments merge_warp(TileMoments m, int width = 32) {
   for (int lanes = width / 2; lanes > 0; lanes /= 2) m = merge(m, shuffle_down(m, lanes));
   return m;
@@ -112,7 +120,8 @@ __device__ __forceinline__ TileMoments merge_block(TileMoments m) {
   return merge_warp(threadIdx.x < kWarps ? shared[threadIdx.x] : TileMoments{}, kWarps);
 }
 
-__device__ __forceinline__ void report(TileMomentsOut const& out, int64_t index, TileMoments const& m) {
+__device__ __forceinline__ void report(TileMomentsOut const& out, int64_t index,
+                                       TileMoments const& m) {
   float const mean = __fadd_rn(m.mean, m.remainder);
   out.partials[index] = {mean, m.m2};
   out.remainders[index] = __fsub_rn(m.remainder, __fsub_rn(mean, m.mean));

@@ -1,13 +1,16 @@
-// How the transforms, forward and backward, cut a ChannelView into short blocks in the order of memory.
+// How the transforms, forward and backward, cut a ChannelView into short blocks in the order of
+// memory.
 #pragma once
 
 #include "batch_norm/tiling.h"
 
 namespace cutlass_bn::batch_norm {
 
-inline constexpr int kTransformAccesses = 2;  // rows of a thread of the column transforms, in flight together
+inline constexpr int kTransformAccesses = 2;  // rows of a thread of the column transforms, in
+                                              // flight together
 inline constexpr int kTransformBatches = 4;   // so many times
-inline constexpr int kTransformVectors = 32;  // adjacent vectors of a row that a block of the column transforms aims to cover
+inline constexpr int kTransformVectors = 32;  // adjacent vectors of a row that a block of the
+                                              // column transforms aims to cover
 inline constexpr int kMaxBlockChannels = kTransformVectors * 8;
 
 // Large planes: vectors of the whole tensor, one a thread.
@@ -17,7 +20,8 @@ struct PlaneVectors {
   double planes_per_vector;
   FastDivisor channels;
 
-  // The plane that a vector is in. Exact: the estimate is off by one at most, as vector numbers are far below 2^53.
+  // The plane that a vector is in. Exact: the estimate is off by one at most, as vector numbers are
+  // far below 2^53.
   __device__ __forceinline__ uint32_t plane_of(int64_t vector) const {
     int64_t const plane = static_cast<int64_t>(double(vector) * planes_per_vector);
     int64_t const within = vector - plane * per_plane;
@@ -36,11 +40,13 @@ inline PlaneVectors cut_planes(ChannelView const& view, int V) {
   int64_t const planes = view.outer * view.channels, per_plane = view.inner / V;
   PlaneVectors const vectors{planes * per_plane, per_plane, 1.0 / double(per_plane),
                              FastDivisor(static_cast<uint32_t>(view.channels))};
-  CUTLASS_BN_CHECK(vectors.blocks() <= INT32_MAX && planes <= INT32_MAX, "input: too large, ", planes, " planes of ", view.inner);
+  CUTLASS_BN_CHECK(vectors.blocks() <= INT32_MAX && planes <= INT32_MAX, "input: too large, ",
+                   planes, " planes of ", view.inner);
   return vectors;
 }
 
-// Adjacent channels or small planes: a block covers block_vectors vectors of rows_per_block() rows; a thread keeps its columns.
+// Adjacent channels or small planes: a block covers block_vectors vectors of rows_per_block() rows;
+// a thread keeps its columns.
 struct ColumnSegments {
   int64_t rows;     // outer
   int64_t columns;  // channels * inner
@@ -52,7 +58,9 @@ struct ColumnSegments {
   int32_t block_channels;
   FastDivisor inner;
 
-  __host__ __device__ int32_t rows_per_block() const { return block_rows * (kTransformAccesses * kTransformBatches); }
+  __host__ __device__ int32_t rows_per_block() const {
+    return block_rows * (kTransformAccesses * kTransformBatches);
+  }
   int64_t blocks() const { return ceil_div(rows, rows_per_block()) * lanes; }
 
 #ifdef __CUDACC__
@@ -74,7 +82,8 @@ inline ColumnSegments cut_columns(ChannelView const& view, int V) {
   s.block_channels = static_cast<int32_t>(s.block_vectors * V / view.inner);
   s.lanes = static_cast<uint32_t>(ceil_div(view.channels, s.block_channels));
   s.inner = FastDivisor(static_cast<uint32_t>(view.inner));
-  CUTLASS_BN_CHECK(s.block_channels <= kMaxBlockChannels, "a block of ", s.block_channels, " channels");
+  CUTLASS_BN_CHECK(s.block_channels <= kMaxBlockChannels, "a block of ", s.block_channels,
+                   " channels");
   CUTLASS_BN_CHECK(s.blocks() <= INT32_MAX, "input: too many blocks of work (", s.blocks(), ")");
   return s;
 }

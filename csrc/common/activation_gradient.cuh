@@ -8,8 +8,9 @@
 
 namespace cutlass_bn {
 
-// Phi(v) + v phi(v), both of one exponential. The polynomial (Abramowitz and Stegun 7.1.26) is within 7.5e-8 of Phi: as exact as
-// 1 + erff(v) where both are rounded to float32, at a third of its cost.
+// Phi(v) + v phi(v), both of one exponential. The polynomial (Abramowitz and Stegun 7.1.26) is
+// within 7.5e-8 of Phi: as exact as 1 + erff(v) where both are rounded to float32, at a third of
+// its cost.
 __device__ __forceinline__ float gelu_derivative(float v) {
   float const density = 0.3989422804014327f * __expf(-0.5f * v * v);
   float const t = __fdividef(1.f, fmaf(fabsf(v), 0.3275911f * 0.7071067811865475f, 1.f));
@@ -27,7 +28,8 @@ __device__ __forceinline__ float silu_derivative(float v) {
   return sigmoid * fmaf(v, 1.f - sigmoid, 1.f);
 }
 
-// dy * act'(v). As in torch, relu passes nothing on at 0, and whatever comes, Inf and NaN too, where v is NaN.
+// dy * act'(v). As in torch, relu passes nothing on at 0, and whatever comes, Inf and NaN too,
+// where v is NaN.
 template <Activation kActivation>
 __device__ __forceinline__ float activation_gradient(float dy, float v) {
   if constexpr (kActivation == Activation::kRelu) {
@@ -41,8 +43,9 @@ __device__ __forceinline__ float activation_gradient(float dy, float v) {
   }
 }
 
-// Calls body(std::integral_constant<Activation, ...>{}): a kernel for each. A branch in the kernel, taken for every column or vector,
-// costs more than it looks (docs/performance.md).
+// Calls body(std::integral_constant<Activation, ...>{}): a kernel for each. A branch in the kernel,
+// taken for every column or vector, costs more than it looks
+// (docs/notes/2026-11-29-memory-bound-kernels.md).
 template <class Body>
 void dispatch_activation(Activation activation, Body&& body) {
   switch (activation) {

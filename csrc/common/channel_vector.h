@@ -1,5 +1,6 @@
-// One value per channel (gamma, beta, scale, a running buffer), in any of the supported dtypes: parameters follow .half() and
-// .bfloat16(), and converting them by kernels of their own would cost more than the layer.
+// One value per channel (gamma, beta, scale, a running buffer), in any of the supported dtypes:
+// parameters follow .half() and .bfloat16(), and converting them by kernels of their own would cost
+// more than the layer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,7 +27,8 @@ struct ChannelVector {
   }
 
  private:
-  // Without branches, so that the loads of several vectors are in flight together. Volatile: stays behind wait_for_previous_kernel().
+  // Without branches, so that the loads of several vectors are in flight together. Volatile: stays
+  // behind wait_for_previous_kernel().
   __device__ __forceinline__ float load_if(bool present, int64_t i) const {
     bool const wide = dtype == DType::kFloat32;
     char const* const p = static_cast<char const*>(data) + i * (wide ? 4 : 2);
@@ -57,12 +59,18 @@ struct MutableChannelVector {
   __host__ __device__ explicit operator bool() const { return data != nullptr; }
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ float load(int64_t i) const { return ChannelVector{data, dtype}.load(i); }
+  __device__ __forceinline__ float load(int64_t i) const {
+    return ChannelVector{data, dtype}.load(i);
+  }
 
   __device__ __forceinline__ void store(int64_t i, double value) const {
     switch (dtype) {
-      case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value)); break;
-      case DType::kBFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value)); break;
+      case DType::kFloat16:
+        static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value));
+        break;
+      case DType::kBFloat16:
+        static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value));
+        break;
       default: static_cast<float*>(data)[i] = static_cast<float>(value);
     }
   }

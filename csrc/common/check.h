@@ -1,4 +1,5 @@
-// Host-side checks. Torch-free: the binding layer lets std::runtime_error surface in Python as RuntimeError.
+// Host-side checks. Torch-free: the binding layer lets std::runtime_error surface in Python as
+// RuntimeError.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,11 +22,13 @@ template <class... Parts>
   throw std::runtime_error(message("cutlass_bn: ", parts...));
 }
 
-// A failed CUDA call. "no kernel image" means that the library has no code for this GPU: say what to do about it.
+// A failed CUDA call. "no kernel image" means that the library has no code for this GPU: say what
+// to do about it.
 [[noreturn]] inline void fail_cuda(cudaError_t status, char const* call) {
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion) {
     fail(call, " failed: ", cudaGetErrorString(status),
-         ". The library has no code for this GPU; rebuild it with CUTLASS_BN_ARCHITECTURES naming the GPU's compute capability.");
+         ". The library has no code for this GPU; rebuild it with CUTLASS_BN_ARCHITECTURES naming "
+         "the GPU's compute capability.");
   }
   fail(call, " failed: ", cudaGetErrorString(status));
 }

@@ -1,6 +1,3 @@
-#include <array>
-#include <mutex>
-
 #include "common/check.h"
 #include "common/device_info.h"
 
@@ -12,22 +9,29 @@ __global__ void probe_kernel() {}
 
 }  // namespace
 
-DeviceInfo const& device_info() {
-  constexpr int kMaxDevices = 64;
-  static std::array<DeviceInfo, kMaxDevices> infos;
-  static std::array<std::once_flag, kMaxDevices> once;
+int OncePerDevice::current_device() {
   int device = 0;
   CUTLASS_BN_CUDA(cudaGetDevice(&device));
-  CUTLASS_BN_CHECK(device < kMaxDevices, "device index: expected below ", kMaxDevices, ", got ", device);
-  std::call_once(once[device], [device] {
+  CUTLASS_BN_CHECK(device < kMaxDevices, "device index: expected below ", kMaxDevices, ", got ",
+                   device);
+  return device;
+}
+
+DeviceInfo const& device_info() {
+  static std::array<DeviceInfo, OncePerDevice::kMaxDevices> infos;
+  static OncePerDevice once;
+  int const device = OncePerDevice::current_device();
+  once([device] {
     int major = 0, minor = 0;
     DeviceInfo info;
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.sm_count, cudaDevAttrMultiProcessorCount, device));
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    CUTLASS_BN_CUDA(cudaDeviceGetAttribute(&info.shared_bytes,
+                                           cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     info.compute_capability = 10 * major + minor;
-    // By the code, not the device: PTX for an older architecture runs on newer devices, but without the instructions.
+    // By the code, not the device: PTX for an older architecture runs on newer devices, but without
+    // the instructions.
     cudaFuncAttributes code{};
     CUTLASS_BN_CUDA(cudaFuncGetAttributes(&code, probe_kernel));
     info.has_sm90_code = code.ptxVersion >= 90 && info.compute_capability >= 90;

@@ -1,4 +1,5 @@
-// Element types of activations and parameters, and the one place that turns a run-time type into a compile-time one.
+// Element types of activations and parameters, and the one place that turns a run-time type into a
+// compile-time one.
 #pragma once
 
 #include <cuda_bf16.h>

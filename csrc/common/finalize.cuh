@@ -5,7 +5,8 @@
 
 namespace cutlass_bn {
 
-// Sums over tiles around a shift, in fp64. The shift is the first tile's mean, so nothing cancels that a merge would keep.
+// Sums over tiles around a shift, in fp64. The shift is the first tile's mean, so nothing cancels
+// that a merge would keep.
 struct TileSums {
   double delta = 0;         // sum n_i * (mean_i - shift)
   double delta_square = 0;  // sum n_i * (mean_i - shift)^2
@@ -25,10 +26,12 @@ __device__ __forceinline__ TileSums tile_sums(double count, double delta, double
 
 __device__ __forceinline__ TileSums shuffle_xor(TileSums const& s, int lanes) {
   constexpr unsigned kAll = 0xffffffffu;
-  return {__shfl_xor_sync(kAll, s.delta, lanes), __shfl_xor_sync(kAll, s.delta_square, lanes), __shfl_xor_sync(kAll, s.m2, lanes)};
+  return {__shfl_xor_sync(kAll, s.delta, lanes), __shfl_xor_sync(kAll, s.delta_square, lanes),
+          __shfl_xor_sync(kAll, s.m2, lanes)};
 }
 
-// What the end of a channel takes beside its sums. Asked for early, it arrives while they are being made.
+// What the end of a channel takes beside its sums. Asked for early, it arrives while they are being
+// made.
 struct FinalizeInputs {
   float scale = 1.f, bias = 0.f, old_mean = 0.f, old_var = 0.f;
 };
@@ -49,23 +52,26 @@ struct ChannelStats {
   double wide_mean, m2;
 };
 
-__device__ __forceinline__ ChannelStats channel_stats(FinalizeParams const& p, double shift, TileSums const& sums, float scale) {
+__device__ __forceinline__ ChannelStats channel_stats(FinalizeParams const& p, double shift,
+                                                      TileSums const& sums, float scale) {
   double const rows = double(p.rows);
   double const offset = sums.delta / rows;
   double const mean = shift + offset;
   double const between = sums.delta_square - sums.delta * offset;
   double const m2 = sums.m2 + (between < 0.0 ? 0.0 : between);  // keeps NaN
   float const rounded = float(mean);
-  return {rounded, float(mean - double(rounded)), float(rsqrt(double(scale) * double(scale) * (m2 / rows) + p.eps)), mean, m2};
+  return {rounded, float(mean - double(rounded)),
+          float(rsqrt(double(scale) * double(scale) * (m2 / rows) + p.eps)), mean, m2};
 }
 
 // Once a channel.
-__device__ __forceinline__ void store_stats(FinalizeParams const& p, int64_t channel, ChannelStats const& s,
-                                            FinalizeInputs const& inputs) {
+__device__ __forceinline__ void store_stats(FinalizeParams const& p, int64_t channel,
+                                            ChannelStats const& s, FinalizeInputs const& inputs) {
   p.stats[channel] = s.mean;
   p.stats[p.channels + channel] = s.remainder;
   p.stats[2 * p.channels + channel] = s.invstd;
-  if (channel == 0 && p.num_batches_tracked != nullptr && !p.cumulative) *p.num_batches_tracked += 1;
+  if (channel == 0 && p.num_batches_tracked != nullptr && !p.cumulative)
+    *p.num_batches_tracked += 1;
   if (!p.running_mean) return;
   double const factor = p.cumulative ? 1.0 / double(*p.num_batches_tracked + 1) : p.momentum;
   double const scale = inputs.scale;

@@ -1,4 +1,5 @@
-// From the moments of tiles to what the normalise kernels and the running buffers need. Shared by every training forward.
+// From the moments of tiles to what the normalise kernels and the running buffers need. Shared by
+// every training forward.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +18,8 @@ namespace cutlass_bn {
 // f is `momentum`, or 1 / num_batches_tracked (after its increment) where `cumulative`.
 struct FinalizeParams {
   float2 const* partials = nullptr;   // [tiles, channels]: (mean, M2) of each tile's rows
-  float const* remainders = nullptr;  // [tiles, channels]: what rounding left over of each mean; null: nothing
+  float const* remainders = nullptr;  // [tiles, channels]: what rounding left over of each mean;
+                                      // null: nothing
   int64_t tiles = 0;
   int64_t channels = 0;
   int64_t rows = 0;                        // values per channel, n
@@ -30,17 +32,20 @@ struct FinalizeParams {
   double momentum = 0.1;
   bool cumulative = false;
   double eps = 1e-5;
-  float* stats = nullptr;  // [3, channels]: mean_u rounded to fp32, what that rounding left over, invstd
+  float* stats = nullptr;  // [3, channels]: mean_u rounded to fp32, what that rounding left over,
+                           // invstd
 };
 
-// One or (cumulative) two kernels. rows must be positive; an empty batch goes to launch_count_batch.
+// One or (cumulative) two kernels. rows must be positive; an empty batch goes to
+// launch_count_batch.
 void launch_finalize(FinalizeParams const& params, cudaStream_t stream);
 
 // num_batches_tracked += 1 and nothing else.
 void launch_count_batch(int64_t* num_batches_tracked, cudaStream_t stream);
 
-// The same where `cumulative`: every block of the kernel that writes the statistics reads the counter, so it advances behind all of
-// them, and not at all where that kernel can't be launched. Else that kernel counts.
+// The same where `cumulative`: every block of the kernel that writes the statistics reads the
+// counter, so it advances behind all of them, and not at all where that kernel can't be launched.
+// Else that kernel counts.
 void launch_count_after(FinalizeParams const& params, cudaStream_t stream);
 
 }  // namespace cutlass_bn

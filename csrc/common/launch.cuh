@@ -1,4 +1,5 @@
-// Kernel launches. With programmatic dependent launch, on Hopper and newer, the next kernel's launch overlaps this one's tail.
+// Kernel launches. With programmatic dependent launch, on Hopper and newer, the next kernel's
+// launch overlaps this one's tail.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,15 +11,17 @@
 
 namespace cutlass_bn {
 
-// Every kernel of ours calls this before its first access to global memory: it waits until the kernels before it in the stream
-// have finished and their writes are visible. Without it a chain of such launches could overtake its own inputs.
+// Every kernel of ours calls this before its first access to global memory: it waits until the
+// kernels before it in the stream have finished and their writes are visible. Without it a chain of
+// such launches could overtake its own inputs.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel of the stream be scheduled as soon as this one's blocks leave room. It still waits as above.
+// Lets the next kernel of the stream be scheduled as soon as this one's blocks leave room. It still
+// waits as above.
 __device__ __forceinline__ void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -27,8 +30,9 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 // attribute: absent where null.
 template <class... KernelArgs, class... Args>
-cudaError_t launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
-                        std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+cudaError_t launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(KernelArgs...),
+                        dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
+                        Args&&... args) {
   cudaLaunchAttribute attributes[1];
   if (attribute != nullptr) attributes[0] = *attribute;
   cudaLaunchConfig_t config{};
@@ -42,24 +46,26 @@ cudaError_t launch_with(cudaLaunchAttribute const* attribute, void (*kernel)(Ker
 }
 
 template <class... KernelArgs, class... Args>
-void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
-                   Args&&... args) {
+void launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                   cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  CUTLASS_BN_CUDA(launch_with(device_info().has_sm90_code ? &attribute : nullptr, kernel, grid, block, shared_bytes, stream,
-                              std::forward<Args>(args)...));
+  CUTLASS_BN_CUDA(launch_with(device_info().has_sm90_code ? &attribute : nullptr, kernel, grid,
+                              block, shared_bytes, stream, std::forward<Args>(args)...));
 }
 
-// All blocks run at the same time, so that they may wait for each other. False, and nothing launched, where the multiprocessors that
-// the context may use can't hold them all.
+// All blocks run at the same time, so that they may wait for each other. False, and nothing
+// launched, where the multiprocessors that the context may use can't hold them all.
 template <class... KernelArgs, class... Args>
-[[nodiscard]] bool launch_cooperative_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block, std::size_t shared_bytes,
-                                             cudaStream_t stream, Args&&... args) {
+[[nodiscard]] bool launch_cooperative_kernel(void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
+                                             std::size_t shared_bytes, cudaStream_t stream,
+                                             Args&&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaError_t const status = launch_with(&attribute, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+  cudaError_t const status = launch_with(&attribute, kernel, grid, block, shared_bytes, stream,
+                                         std::forward<Args>(args)...);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();
     return false;

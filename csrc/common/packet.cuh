@@ -1,5 +1,5 @@
-// V elements of T that travel as one access, kept packed in registers until each is used: unpacked, eight accesses in flight would
-// not fit.
+// V elements of T that travel as one access, kept packed in registers until each is used: unpacked,
+// eight accesses in flight would not fit.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -69,7 +69,8 @@ struct Packet {
       for (int i = 0; i < V; ++i) word[i] = __float_as_uint(map(i, self[i]));
     } else {
 #pragma unroll
-      for (int i = 0; i < V; i += 2) word[i / 2] = pack<T>(map(i, self[i]), V == 1 ? 0.f : map(i + 1, self[i + 1]));
+      for (int i = 0; i < V; i += 2)
+        word[i / 2] = pack<T>(map(i, self[i]), V == 1 ? 0.f : map(i + 1, self[i + 1]));
     }
   }
 
@@ -93,9 +94,13 @@ struct Packet {
                    : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                    : "l"(p), "l"(policy));
     } else if constexpr (kBytes == 4) {
-      asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(word[0]) : "l"(p), "l"(policy));
+      asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;"
+                   : "=r"(word[0])
+                   : "l"(p), "l"(policy));
     } else {
-      asm volatile("ld.global.L2::cache_hint.u16 %0, [%1], %2;" : "=r"(word[0]) : "l"(p), "l"(policy));
+      asm volatile("ld.global.L2::cache_hint.u16 %0, [%1], %2;"
+                   : "=r"(word[0])
+                   : "l"(p), "l"(policy));
     }
   }
 
@@ -110,7 +115,8 @@ struct Packet {
   }
 };
 
-// V elements of T in as many accesses of 16 bytes as that takes: beside a narrower tensor of which V elements are one.
+// V elements of T in as many accesses of 16 bytes as that takes: beside a narrower tensor of which
+// V elements are one.
 template <class T, int V>
 struct Packets {
   static constexpr int kEach = V < kVectorWidth<T> ? V : kVectorWidth<T>;

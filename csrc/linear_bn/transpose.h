@@ -1,4 +1,5 @@
-// The transpose of a float32 matrix in memory, for cuBLAS: its TF32 kernels want K adjacent in both operands.
+// The transpose of a float32 matrix in memory, for cuBLAS: its TF32 kernels want K adjacent in both
+// operands.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +15,8 @@ struct TransposeParams {
   int64_t ldx = 0, ldy = 0;  // elements
 };
 
-// One kernel launch. Fastest where rows and columns are multiples of 4 and all rows are 16-byte aligned.
+// One kernel launch. Fastest where rows and columns are multiples of 4 and all rows are 16-byte
+// aligned.
 void launch_transpose(TransposeParams const& params, cudaStream_t stream);
 
 }  // namespace cutlass_bn::linear_bn

@@ -2,18 +2,17 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "batch_norm/params.h"
-#include "batch_norm/resident.h"
+#include "batch_norm/layer.h"
 #include "ops/tensor_args.h"
 
 namespace cutlass_bn::ops {
 
-// Whether the dims in this order, outermost first, are packed without gaps. Strides of dims of size 1 mean nothing.
+// Whether the dims in this order, outermost first, are packed without gaps. Strides of dims of size
+// 1 mean nothing.
 inline bool is_packed(Tensor const& t, std::vector<int64_t> const& order) {
   int64_t expected = 1;
   for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {
@@ -35,25 +34,30 @@ inline std::optional<batch_norm::ChannelView> dense_view(Tensor const& t) {
     channels_last.push_back(dim);
   }
   channels_last.push_back(1);
-  if (inner > 1 && is_packed(t, contiguous)) return batch_norm::ChannelView{t.size(0), channels, inner, channels * inner};
-  if (is_packed(t, channels_last)) return batch_norm::ChannelView{t.size(0) * inner, channels, 1, channels};
+  if (inner > 1 && is_packed(t, contiguous))
+    return batch_norm::ChannelView{t.size(0), channels, inner, channels * inner};
+  if (is_packed(t, channels_last))
+    return batch_norm::ChannelView{t.size(0) * inner, channels, 1, channels};
   return std::nullopt;
 }
 
-inline void check_activation(Tensor const& t, char const* name) {
+inline void check_input(Tensor const& t, char const* name) {
   check_cuda(t, name);
   CUTLASS_BN_CHECK(t.dim() >= 2, name, ": expected shape [N, C, ...], got ", shape_of(t));
 }
 
 inline batch_norm::ChannelView channel_view(Tensor const& input) {
-  check_activation(input, "input");
+  check_input(input, "input");
   if (auto const view = dense_view(input)) return *view;
   std::string strides;
-  for (int64_t dim = 0; dim < input.dim(); ++dim) strides += (dim ? ", " : "") + std::to_string(input.stride(dim));
-  fail("input: expected a dense tensor, contiguous or channels_last, got shape ", shape_of(input), " with strides [", strides, "]");
+  for (int64_t dim = 0; dim < input.dim(); ++dim)
+    strides += (dim ? ", " : "") + std::to_string(input.stride(dim));
+  fail("input: expected a dense tensor, contiguous or channels_last, got shape ", shape_of(input),
+       " with strides [", strides, "]");
 }
 
-// Whether torch takes t's strides for those of channels_last: its memory format where both would do (c10's suggest_memory_format).
+// Whether torch takes t's strides for those of channels_last: its memory format where both would do
+// (c10's suggest_memory_format).
 inline bool suggests_channels_last(Tensor const& t) {
   if ((t.dim() != 4 && t.dim() != 5) || t.stride(1) == 0) return false;
   int64_t least = 0;
@@ -80,32 +84,11 @@ inline Tensor empty_with_layout_of(Tensor const& t) {
   for (int64_t dim = t.dim(); dim-- > 0;) {
     if (!channels_last || dim != 1) next(dim);
   }
-  // Dense in another order: a row of channels after the other, of a rank that has no channels_last in torch.
+  // Dense in another order: a row of channels after the other, of a rank that has no channels_last
+  // in torch.
   if (!channels_last && !t.is_contiguous()) strides.assign(t.strides().begin(), t.strides().end());
-  return empty_strided({sizes.begin(), sizes.end()}, {strides.data(), strides.size()}, t.scalar_type(), t.get_device_index());
-}
-
-// plan_resident for tensors at these addresses.
-inline std::optional<batch_norm::ResidentPlan> plan_on_chip(batch_norm::ChannelView const& view, DType dtype, bool backward,
-                                                            std::initializer_list<void const*> addresses) {
-  for (void const* address : addresses) {
-    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return std::nullopt;
-  }
-  return batch_norm::plan_resident(view, dtype, backward);
-}
-
-// For the moments of the tiles of `finalize`, remainders behind them.
-inline Tensor tile_moments_workspace(FinalizeParams const& finalize, Tensor const& input) {
-  return empty({3, finalize.tiles, finalize.channels}, ScalarType::Float, input);
-}
-
-// Where the statistics kernels write them and, in `finalize`, where they are read.
-inline batch_norm::TileMomentsOut take_tile_moments(Tensor const& workspace, FinalizeParams& finalize) {
-  auto* const floats = static_cast<float*>(workspace.mutable_data_ptr());
-  batch_norm::TileMomentsOut const out{reinterpret_cast<float2*>(floats), floats + 2 * finalize.tiles * finalize.channels};
-  finalize.partials = out.partials;
-  finalize.remainders = out.remainders;
-  return out;
+  return empty_strided({sizes.begin(), sizes.end()}, {strides.data(), strides.size()},
+                       t.scalar_type(), t.get_device_index());
 }
 
 // float32 [3, channels], contiguous: what batch_norm_training returns.
@@ -113,8 +96,9 @@ inline float const* stats_data(Tensor const& stats, int64_t channels, Tensor con
   check_on_device_of(stats, "stats", input);
   check_shape(stats, "stats", {3, channels});
   CUTLASS_BN_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous(),
-                   "stats: expected a contiguous float32 tensor, got ScalarType code ", static_cast<int>(stats.scalar_type()),
-                   " with strides [", stats.stride(0), ", ", stats.stride(1), "]");
+                   "stats: expected a contiguous float32 tensor, got ScalarType code ",
+                   static_cast<int>(stats.scalar_type()), " with strides [", stats.stride(0), ", ",
+                   stats.stride(1), "]");
   return static_cast<float const*>(stats.const_data_ptr());
 }
 

@@ -1,5 +1,5 @@
-// What float32 matrix products of a backward pass are made of, as ops of their own: the parts of the split GEMM, and the transpose that
-// TF32 wants.
+// What float32 matrix products of a backward pass are made of, as ops of their own: the parts of
+// the split GEMM, and the transpose that TF32 wants.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
@@ -28,12 +28,15 @@ void check_float_matrix(Tensor const& t, char const* name) {
 
 SplitSource source_of(MatrixView const& view, char const* name) {
   auto const source = linear_bn::split_source(view);
-  CUTLASS_BN_CHECK(source.has_value(), name, ": expected contiguous rows or columns without overlap, got strides ", view.row_stride,
-                   ", ", view.column_stride);
+  CUTLASS_BN_CHECK(source.has_value(), name,
+                   ": expected contiguous rows or columns without overlap, got strides ",
+                   view.row_stride, ", ", view.column_stride);
   return *source;
 }
 
-MatrixView transposed(MatrixView const& m) { return {m.data, m.columns, m.rows, m.column_stride, m.row_stride}; }
+MatrixView transposed(MatrixView const& m) {
+  return {m.data, m.columns, m.rows, m.column_stride, m.row_stride};
+}
 
 std::tuple<Tensor, Tensor, Tensor> split_fp32(Tensor const& matrix, bool transpose) {
   check_float_matrix(matrix, "matrix");
@@ -50,8 +53,8 @@ std::tuple<Tensor, Tensor, Tensor> split_fp32(Tensor const& matrix, bool transpo
   split.census = static_cast<uint32_t*>(census.mutable_data_ptr());
   split.planes = planes.mutable_data_ptr();
   split.exponents = static_cast<int32_t*>(exponents.mutable_data_ptr());
-  Tensor const scratch = empty({linear_bn::split_scratch_bytes(source)}, ScalarType::Byte, matrix);
-  linear_bn::launch_split(source, split, scratch.mutable_data_ptr(), current_stream(matrix));
+  WorkspaceMemory const scratch(linear_bn::split_scratch_bytes(source), matrix);
+  linear_bn::launch_split(source, split, scratch.data(), current_stream(matrix));
   return {planes, exponents, census};
 }
 
@@ -61,26 +64,30 @@ Tensor split_matmul(Tensor const& a, Tensor const& b) {
   check_float_matrix(b, "b");
   int64_t const m = a.size(0), n = b.size(1), k = a.size(1);
   CUTLASS_BN_CHECK(b.size(0) == k, "b: expected shape [", k, ", N], got ", shape_of(b));
-  CUTLASS_BN_CHECK(m <= gemm::kMaxDimension && n <= gemm::kMaxDimension && k <= linear_bn::kMaxSplitK,
-                   "a, b: expected M and N below 2^31 and K below 2^30, got ", shape_of(a), " and ", shape_of(b));
+  CUTLASS_BN_CHECK(
+      m <= gemm::kMaxDimension && n <= gemm::kMaxDimension && k <= linear_bn::kMaxSplitK,
+      "a, b: expected M and N below 2^31 and K below 2^30, got ", shape_of(a), " and ",
+      shape_of(b));
   DeviceGuard const guard(a.get_device_index());
   cudaStream_t const stream = current_stream(a);
   Tensor const out = empty_padded(m, n, ScalarType::Float, a);
   if (m == 0 || n == 0) return out;
   auto* const data = static_cast<float*>(out.mutable_data_ptr());
   if (k == 0) {
-    CUTLASS_BN_CUDA(cudaMemsetAsync(data, 0, m * padded_row(n, DType::kFloat32) * sizeof(float), stream));
+    CUTLASS_BN_CUDA(
+        cudaMemsetAsync(data, 0, m * padded_row(n, DType::kFloat32) * sizeof(float), stream));
     return out;
   }
-  linear_bn::SplitOperands operands{source_of(view_of(a), "a"), source_of(transposed(view_of(b)), "b")};
+  linear_bn::SplitOperands operands{source_of(view_of(a), "a"),
+                                    source_of(transposed(view_of(b)), "b")};
   operands.w_in_blocks = n > m;
   operands.max_plane_bytes = kBackwardPlaneBytes;
-  Tensor const workspace = split_workspace(operands, a);
+  WorkspaceMemory const workspace(linear_bn::split_workspace_bytes(operands), a);
   gemm::ProductParams params;
   params.out = data;
   params.ldo = padded_row(n, DType::kFloat32);
   params.tile = linear_bn::choose_split_tile(operands, device_info().sm_count);
-  linear_bn::launch_split_product(operands, params, workspace.mutable_data_ptr(), stream);
+  linear_bn::launch_split_product(operands, params, workspace.data(), stream);
   return out;
 }
 

@@ -1,7 +1,7 @@
 // From torch's arguments to those of the GEMMs and of what is around them.
 #pragma once
 
-#include "linear_bn/dispatch.h"
+#include "linear_bn/layer.h"
 #include "ops/tensor_args.h"
 
 namespace cutlass_bn::ops {
@@ -16,10 +16,10 @@ inline Activation activation_of(int64_t code) {
   return static_cast<Activation>(code);
 }
 
-// Row stride of u and of its gradient, in elements: whole 16-byte vectors, so that every N can be stored by TMA.
+// Row stride of u and of its gradient, in elements: whole 16-byte vectors, so that every N can be
+// stored by TMA.
 inline int64_t padded_row(int64_t n, DType dtype) {
-  int64_t const width = 16 / static_cast<int64_t>(size_of(dtype));
-  return (n + width - 1) / width * width;
+  return round_up(n, 16 / static_cast<int64_t>(size_of(dtype)));
 }
 
 // [m, n] in padded rows, whole in memory: cuBLAS reads to the end of the last one.
@@ -29,14 +29,13 @@ inline Tensor empty_padded(int64_t m, int64_t n, ScalarType dtype, Tensor const&
   return ld == n ? rows : with_strides(rows, {m, n}, {ld, 1});
 }
 
-inline bool has_dense_rows(Tensor const& matrix) { return matrix.size(1) <= 1 || matrix.stride(1) == 1; }
-
-inline void check_dense_rows(Tensor const& matrix, char const* name) {
-  CUTLASS_BN_CHECK(has_dense_rows(matrix), name, ": expected contiguous rows, got a column stride of ", matrix.stride(1));
+inline bool has_dense_rows(Tensor const& matrix) {
+  return matrix.size(1) <= 1 || matrix.stride(1) == 1;
 }
 
-inline Tensor split_workspace(linear_bn::SplitOperands const& operands, Tensor const& input) {
-  return empty({linear_bn::split_workspace_bytes(operands)}, ScalarType::Byte, input);
+inline void check_dense_rows(Tensor const& matrix, char const* name) {
+  CUTLASS_BN_CHECK(has_dense_rows(matrix), name,
+                   ": expected contiguous rows, got a column stride of ", matrix.stride(1));
 }
 
 }  // namespace cutlass_bn::ops

@@ -1,4 +1,5 @@
-// What the files in instantiations/ define and dispatch.cpp calls: one GEMM kernel each. Free of CUTLASS.
+// What the files in instantiations/ define and dispatch.cpp calls: one GEMM kernel each. Free of
+// CUTLASS.
 #pragma once
 
 #include "linear_bn/gemm/launch.h"

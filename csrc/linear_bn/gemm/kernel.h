@@ -1,4 +1,5 @@
-// Assembly of the Hopper GEMM kernels from CUTLASS collectives, and their launch. Each file of instantiations/ makes one kernel.
+// Assembly of the Hopper GEMM kernels from CUTLASS collectives, and their launch. Each file of
+// instantiations/ makes one kernel.
 #pragma once
 
 #include <type_traits>
@@ -12,16 +13,18 @@
 
 #include "common/check.h"
 #include "common/device_info.h"
-#include "linear_bn/gemm/column_bias.h"
-#include "linear_bn/gemm/column_moments.h"
+#include "common/math.h"
 #include "linear_bn/gemm/config.h"
-#include "linear_bn/gemm/descale.h"
-#include "linear_bn/gemm/folded_batch_norm.h"
+#include "linear_bn/gemm/epilogue/column_bias.h"
+#include "linear_bn/gemm/epilogue/column_moments.h"
+#include "linear_bn/gemm/epilogue/descale.h"
+#include "linear_bn/gemm/epilogue/folded_batch_norm.h"
 #include "linear_bn/gemm/instances.h"
 
 namespace cutlass_bn::gemm {
 
-// Element: operand type (float runs as TF32; half_t where Config is a split one). Output: stored type. Fusion: epilogue visitor tree.
+// Element: operand type (float runs as TF32; half_t where Config is a split one). Output: stored
+// type. Fusion: epilogue visitor tree.
 template <class Config, class Element, class Output, class Fusion>
 struct Kernel {
   using TileShape = typename Config::template TileShape<Element>;
@@ -29,37 +32,40 @@ struct Kernel {
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, typename Config::ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, cutlass::layout::RowMajor, kOutputAlignment, Output,
-      cutlass::layout::RowMajor, kOutputAlignment, typename Config::EpilogueSchedule, Fusion>::CollectiveOp;
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
+      cutlass::layout::RowMajor, kOutputAlignment, Output, cutlass::layout::RowMajor,
+      kOutputAlignment, typename Config::EpilogueSchedule, Fusion>::CollectiveOp;
 
   using Mainloop = typename Config::template Mainloop<Element, Epilogue>;
-  using GemmKernel =
-      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>;
+  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+      cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
 
   using RasterOrder = cutlass::gemm::kernel::detail::RasterOrderOptions;
 
-  static void launch(Operands const& operands, void* output, int64_t ld_output, typename Fusion::Arguments const& fusion,
-                     Schedule const& schedule, cudaStream_t stream) {
+  static void launch(Operands const& operands, void* output, int64_t ld_output,
+                     typename Fusion::Arguments const& fusion, cudaStream_t stream) {
     int const m = int(operands.m), n = int(operands.n), k = int(operands.k);
     cutlass::KernelHardwareInfo hardware;
     CUTLASS_BN_CUDA(cudaGetDevice(&hardware.device_id));
-    hardware.sm_count = balanced(m, n, schedule.sm_count > 0 ? schedule.sm_count : device_info().sm_count);
-    typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
-                                  {m, n, k, 1},
-                                  {static_cast<Element const*>(operands.x),
-                                   {operands.ldx, cute::_1{}, operands.x_plane},
-                                   static_cast<Element const*>(operands.w),
-                                   {operands.ldw, cute::_1{}, operands.w_plane}},
-                                  {fusion, nullptr, {}, static_cast<Output*>(output), {ld_output, cute::_1{}, int64_t(0)}},
-                                  hardware};
-    args.scheduler.raster_order = schedule.along_m ? RasterOrder::AlongM : RasterOrder::AlongN;
-    args.scheduler.max_swizzle_size = schedule.max_swizzle;
+    hardware.sm_count = balanced(m, n, device_info().sm_count);
+    typename Gemm::Arguments args{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {m, n, k, 1},
+        {static_cast<Element const*>(operands.x),
+         {operands.ldx, cute::_1{}, operands.x_plane},
+         static_cast<Element const*>(operands.w),
+         {operands.ldw, cute::_1{}, operands.w_plane}},
+        {fusion, nullptr, {}, static_cast<Output*>(output), {ld_output, cute::_1{}, int64_t(0)}},
+        hardware};
+    args.scheduler.raster_order = RasterOrder::AlongN;
+    args.scheduler.max_swizzle_size = 8;  // tiles down the rows that are kept together for L2; both
+                                          // are the fastest measured
     Gemm gemm;
-    // Not can_implement(): it wants N and K themselves to be multiples of 16 bytes, where TMA needs only the row strides to be
-    // (unsupported_reason) and clips the rest.
-    CUTLASS_BN_CHECK(Gemm::get_workspace_size(args) == 0, "GEMM: expected no workspace, got ", Gemm::get_workspace_size(args),
-                     " bytes");
+    // Not can_implement(): it wants N and K themselves to be multiples of 16 bytes, where TMA needs
+    // only the row strides to be (unsupported_reason) and clips the rest.
+    CUTLASS_BN_CHECK(Gemm::get_workspace_size(args) == 0, "GEMM: expected no workspace, got ",
+                     Gemm::get_workspace_size(args), " bytes");
     check(gemm.initialize(args, nullptr, stream), "initialize");
     check(gemm.run(stream), "run");
   }
@@ -67,20 +73,21 @@ struct Kernel {
  private:
   // The fewest multiprocessors that finish in as many rounds of tiles.
   static int balanced(int64_t m, int64_t n, int sm_count) {
-    int64_t const tiles = ceil_div(m, cute::size<0>(TileShape{})) * ceil_div(n, cute::size<1>(TileShape{}));
+    int64_t const tiles = ceil_div(m, cute::size<0>(TileShape{})) *
+                          ceil_div(n, cute::size<1>(TileShape{}));
     return static_cast<int>(ceil_div(tiles, ceil_div(tiles, sm_count)));
   }
 
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
   static void check(cutlass::Status status, char const* step) {
-    CUTLASS_BN_CHECK(status == cutlass::Status::kSuccess, "GEMM ", step, ": ", cutlassGetStatusString(status));
+    CUTLASS_BN_CHECK(status == cutlass::Status::kSuccess, "GEMM ", step, ": ",
+                     cutlassGetStatusString(status));
   }
 };
 
 template <DType dtype>
-using ElementOf = std::conditional_t<dtype == DType::kFloat32, float,
-                                     std::conditional_t<dtype == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
+using ElementOf = std::conditional_t<
+    dtype == DType::kFloat32, float,
+    std::conditional_t<dtype == DType::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
 
 template <class Config, DType dtype>
 void run_moments(MomentsParams const& p, cudaStream_t stream) {
@@ -90,11 +97,15 @@ void run_moments(MomentsParams const& p, cudaStream_t stream) {
   using Moments = ColumnMoments<Tile, Element, Config::kEpilogueWarps>;
   if constexpr (dtype == DType::kFloat32) {
     using Fusion = fusion::Sm90EVT<Moments, fusion::Sm90AccFetch>;
-    Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{}, {p.partials}}, p.schedule, stream);
+    Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{}, {p.partials}},
+                                                     stream);
   } else {
-    using Biased = fusion::Sm90EVT<ColumnBias<Tile, Config::kEpilogueWarps>, fusion::Sm90AccFetch>;
+    using Biased = fusion::Sm90EVT<ColumnBias<Tile, Element, Config::kEpilogueWarps>,
+                                   fusion::Sm90AccFetch>;
     using Fusion = fusion::Sm90EVT<Moments, Biased>;
-    Kernel<Config, Element, Element, Fusion>::launch(p.operands, p.u, p.ldu, {{{}, {p.bias}}, {p.partials}}, p.schedule, stream);
+    Kernel<Config, Element, Element, Fusion>::launch(
+        p.operands, p.u, p.ldu, {{{}, {static_cast<Element const*>(p.bias.data)}}, {p.partials}},
+        stream);
   }
 }
 
@@ -102,16 +113,17 @@ template <class Config, DType dtype, DType y_dtype>
 void run_inference(InferenceParams const& p, cudaStream_t stream) {
   namespace fusion = cutlass::epilogue::fusion;
   using Element = ElementOf<dtype>;
-  using Affine = FoldedBatchNorm<typename Config::template TileShape<Element>, Config::kEpilogueWarps>;
+  using Affine = FoldedBatchNorm<typename Config::template TileShape<Element>,
+                                 Config::kEpilogueWarps>;
   using Fusion = fusion::Sm90EVT<Affine, fusion::Sm90AccFetch>;
-  typename Affine::Arguments const affine{p.bias, p.scale, p.running_mean, p.running_var, p.gamma, p.beta, p.eps, p.activation};
-  Kernel<Config, Element, ElementOf<y_dtype>, Fusion>::launch(p.operands, p.y, p.ldy, {{}, affine}, p.schedule, stream);
+  Kernel<Config, Element, ElementOf<y_dtype>, Fusion>::launch(p.operands, p.y, p.ldy,
+                                                              {{}, {p.layer}}, stream);
 }
 
 template <class Config>
-using SplitDescale =
-    cutlass::epilogue::fusion::Sm90EVT<Descale<typename Config::template TileShape<cutlass::half_t>, Config::kEpilogueWarps>,
-                                       cutlass::epilogue::fusion::Sm90AccFetch>;
+using SplitDescale = cutlass::epilogue::fusion::Sm90EVT<
+    Descale<typename Config::template TileShape<cutlass::half_t>, Config::kEpilogueWarps>,
+    cutlass::epilogue::fusion::Sm90AccFetch>;
 
 template <class Config>
 typename SplitDescale<Config>::Arguments descale_arguments(Operands const& operands) {
@@ -120,25 +132,26 @@ typename SplitDescale<Config>::Arguments descale_arguments(Operands const& opera
 
 template <class Config>
 void run_split_moments(MomentsParams const& p, cudaStream_t stream) {
-  using Moments = ColumnMoments<typename Config::template TileShape<cutlass::half_t>, float, Config::kEpilogueWarps>;
+  using Moments = ColumnMoments<typename Config::template TileShape<cutlass::half_t>, float,
+                                Config::kEpilogueWarps>;
   using Fusion = cutlass::epilogue::fusion::Sm90EVT<Moments, SplitDescale<Config>>;
-  Kernel<Config, cutlass::half_t, float, Fusion>::launch(p.operands, p.u, p.ldu,
-                                                         {descale_arguments<Config>(p.operands), {p.partials}}, p.schedule, stream);
+  Kernel<Config, cutlass::half_t, float, Fusion>::launch(
+      p.operands, p.u, p.ldu, {descale_arguments<Config>(p.operands), {p.partials}}, stream);
 }
 
 template <class Config>
 void run_split_inference(InferenceParams const& p, cudaStream_t stream) {
-  using Affine = FoldedBatchNorm<typename Config::template TileShape<cutlass::half_t>, Config::kEpilogueWarps>;
+  using Affine = FoldedBatchNorm<typename Config::template TileShape<cutlass::half_t>,
+                                 Config::kEpilogueWarps>;
   using Fusion = cutlass::epilogue::fusion::Sm90EVT<Affine, SplitDescale<Config>>;
-  typename Affine::Arguments const affine{p.bias, p.scale, p.running_mean, p.running_var, p.gamma, p.beta, p.eps, p.activation};
-  Kernel<Config, cutlass::half_t, float, Fusion>::launch(p.operands, p.y, p.ldy, {descale_arguments<Config>(p.operands), affine},
-                                                         p.schedule, stream);
+  Kernel<Config, cutlass::half_t, float, Fusion>::launch(
+      p.operands, p.y, p.ldy, {descale_arguments<Config>(p.operands), {p.layer}}, stream);
 }
 
 template <class Config>
 void run_split_product(ProductParams const& p, cudaStream_t stream) {
-  Kernel<Config, cutlass::half_t, float, SplitDescale<Config>>::launch(p.operands, p.out, p.ldo,
-                                                                       descale_arguments<Config>(p.operands), p.schedule, stream);
+  Kernel<Config, cutlass::half_t, float, SplitDescale<Config>>::launch(
+      p.operands, p.out, p.ldo, descale_arguments<Config>(p.operands), stream);
 }
 
 }  // namespace cutlass_bn::gemm

@@ -1,5 +1,6 @@
-// The Hopper GEMM kernels: u = x W^T (+ bias) with the column moments of u (training), y = act(BatchNorm(scale * (x W^T + bias))) from running
-// statistics (eval), or u alone. One kernel launch each, fp32 accumulation, TF32, fp16 or bf16 operands, or split ones: fp32 as two fp16
+// The Hopper GEMM kernels: u = x W^T (+ bias) with the column moments of u (training), y =
+// act(BatchNorm(scale * (x W^T + bias))) from running statistics (eval), or u alone. One kernel
+// launch each, fp32 accumulation, TF32, fp16 or bf16 operands, or split ones: fp32 as two fp16
 // planes (linear_bn/split/split.h), multiplied by three fp16 products.
 #pragma once
 
@@ -7,13 +8,13 @@
 
 #include <cstdint>
 
-#include "common/activation.h"
-#include "common/channel_vector.h"
 #include "common/dtype.h"
+#include "common/layer.h"
 
 namespace cutlass_bn::gemm {
 
-// CTA tiles. The first three are compiled for every operand type, the split ones for split operands.
+// CTA tiles. The first three are compiled for every operand type, the split ones for split
+// operands.
 enum class Tile : int {
   kLarge = 0,   // many tiles: the highest arithmetic intensity
   kMedium = 1,  // when large tiles would leave multiprocessors idle
@@ -31,11 +32,13 @@ struct TileShape {
 TileShape shape_of(Tile tile);
 char const* name_of(Tile tile);
 
-// The tile that is expected to finish first; see docs/performance.md for the measurements behind it.
+// The tile that is expected to finish first; see docs/notes/2026-11-29-fused-gemm.md for the
+// measurements behind it.
 Tile choose_tile(int64_t m, int64_t n, int sm_count);
 Tile choose_split_tile(int64_t m, int64_t n, int sm_count);
 
-constexpr int64_t kMaxDimension = INT32_MAX - 256;  // of M, N and K: the last tile's end, too, is an int
+constexpr int64_t kMaxDimension = INT32_MAX - 256;  // of M, N and K: the last tile's end, too, is
+                                                    // an int
 
 struct Operands {
   void const* x = nullptr;   // [M, K], row stride ldx, 16-byte aligned
@@ -50,35 +53,24 @@ struct Operands {
   int32_t const* w_exponents = nullptr;  // [N]
 };
 
-// Which multiprocessors run the tiles, and in which order. The defaults are the fastest measured.
-struct Schedule {
-  int sm_count = 0;      // multiprocessors to use; 0: all
-  bool along_m = false;  // consecutive tiles go down the rows, else along the columns
-  int max_swizzle = 8;   // tiles across the other direction that are kept together for L2
-};
-
 struct MomentsParams {
   Operands operands;
-  void* u = nullptr;           // [M, N] of operands.dtype (split: float32), row stride ldu, 16-byte aligned
-  int64_t ldu = 0;             // elements; ldu * size_of(dtype) divisible by 16
-  ChannelVector bias;          // [N], added to u before it is rounded; absent: 0. Not of float32 or split operands
-  float2* partials = nullptr;  // [ceil(M / shape_of(tile).m), N]: (mean, M2) of u over each tile's rows
+  void* u = nullptr;   // [M, N] of operands.dtype (split: float32), row stride ldu, 16-byte aligned
+  int64_t ldu = 0;     // elements; ldu * size_of(dtype) divisible by 16
+  ChannelVector bias;  // [N] of operands.dtype, added to u before it is rounded; absent: 0. Not of
+                       // float32
+  float2* partials = nullptr;  // [ceil(M / shape_of(tile).m), N]: (mean, M2) of u over each tile's
+                               // rows
   Tile tile = Tile::kLarge;
-  Schedule schedule;
 };
 
 struct InferenceParams {
   Operands operands;
-  void* y = nullptr;                        // [M, N] of y_dtype, row stride ldy, 16-byte aligned
-  int64_t ldy = 0;                          // elements; ldy * size_of(y_dtype) divisible by 16
-  DType y_dtype = DType::kBFloat16;         // operands.dtype (not if split) or float32
-  ChannelVector bias, scale;                // [N]; absent: 0, 1
-  ChannelVector running_mean, running_var;  // [N]
-  ChannelVector gamma, beta;                // [N]; absent: 1, 0
-  float eps = 1e-5f;
-  Activation activation = Activation::kNone;
+  void* y = nullptr;                 // [M, N] of y_dtype, row stride ldy, 16-byte aligned
+  int64_t ldy = 0;                   // elements; ldy * size_of(y_dtype) divisible by 16
+  DType y_dtype = DType::kBFloat16;  // operands.dtype (not if split) or float32
+  Layer layer;                       // vectors of [N]
   Tile tile = Tile::kLarge;
-  Schedule schedule;
 };
 
 // u = x W^T of split operands.
@@ -87,10 +79,10 @@ struct ProductParams {
   float* out = nullptr;  // [M, N], row stride ldo, 16-byte aligned
   int64_t ldo = 0;       // elements; a multiple of 4
   Tile tile = Tile::kSplitLarge;
-  Schedule schedule;
 };
 
-// Null where the kernels can take these operands (layouts, alignment, sizes), else the reason, a static string.
+// Null where the kernels can take these operands (layouts, alignment, sizes), else the reason, a
+// static string.
 char const* unsupported_reason(Operands const& operands);
 
 void launch_moments(MomentsParams const& params, cudaStream_t stream);

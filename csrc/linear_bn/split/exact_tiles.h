@@ -1,14 +1,14 @@
-// What the split can't hold is computed in float32: these run after a split GEMM and recompute, with plain FMAs, every tile of its
-// output with a product that the census of the operands leaves to them (split.h). One kernel launch each, which ends at once where
-// no row is lossy. Deterministic; Inf and NaN come out where float32 products put them.
+// What the split can't hold is computed in float32: these run after a split GEMM and recompute,
+// with plain FMAs, every tile of its output with a product that the census of the operands leaves
+// to them (split.h). One kernel launch each, which ends at once where no row is lossy.
+// Deterministic; Inf and NaN come out where float32 products put them.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "common/activation.h"
-#include "common/channel_vector.h"
+#include "common/layer.h"
 
 namespace cutlass_bn::linear_bn {
 
@@ -20,7 +20,8 @@ struct ExactOperand {
   uint32_t const* census = nullptr;  // [rows]
 };
 
-// u = x w^T. A tile is rows_per_tile rows by 64 columns; all of it is recomputed, so that the moments of its columns are of one kind.
+// u = x w^T. A tile is rows_per_tile rows by 64 columns; all of it is recomputed, so that the
+// moments of its columns are of one kind.
 struct ExactProblem {
   ExactOperand x;  // M rows
   ExactOperand w;  // N rows
@@ -33,19 +34,16 @@ struct ExactMoments {
   ExactProblem problem;
   float* u = nullptr;          // [M, N], row stride ldu
   int64_t ldu = 0;             // elements
-  float2* partials = nullptr;  // [ceil(M / rows_per_tile), N]: (mean, M2) of u over each tile's rows
+  float2* partials = nullptr;  // [ceil(M / rows_per_tile), N]: (mean, M2) of u over each tile's
+                               // rows
 };
 
-// y = act((scale * u + (scale * bias - running_mean)) * (gamma / sqrt(running_var + eps)) + beta).
+// y = act(BatchNorm(scale * (u + bias))) from running statistics.
 struct ExactInference {
   ExactProblem problem;
-  float* y = nullptr;                       // [M, N], row stride ldy
-  int64_t ldy = 0;                          // elements
-  ChannelVector bias, scale;                // [N]; absent: 0, 1
-  ChannelVector running_mean, running_var;  // [N]
-  ChannelVector gamma, beta;                // [N]; absent: 1, 0
-  float eps = 1e-5f;
-  Activation activation = Activation::kNone;
+  float* y = nullptr;  // [M, N], row stride ldy
+  int64_t ldy = 0;     // elements
+  Layer layer;         // vectors of [N]
 };
 
 // u alone.

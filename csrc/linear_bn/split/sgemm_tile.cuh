@@ -1,8 +1,9 @@
 // One tile of u = x w^T in float32 FMAs, by a block of threads.
 //
-// A thread has 8 x 8 values of a 128 x 64 tile, which takes half of the 256 threads. The other half ("slice") has the same values over
-// the other half of every k-block, and the two are added at the end: narrower tiles spread few flagged rows over more
-// multiprocessors, and smaller pieces of a thread would read shared memory more often than it can be read.
+// A thread has 8 x 8 values of a 128 x 64 tile, which takes half of the 256 threads. The other half
+// ("slice") has the same values over the other half of every k-block, and the two are added at the
+// end: narrower tiles spread few flagged rows over more multiprocessors, and smaller pieces of a
+// thread would read shared memory more often than it can be read.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +18,16 @@ inline constexpr int kSliceThreads = kThreads / kSlices;  // 16 down the rows x 
 inline constexpr int kTileN = 64;
 inline constexpr int kBlockK = 16;
 inline constexpr int kSliceK = kBlockK / kSlices;
-inline constexpr int kChunkK = 512;  // products added up before they are added to the total: shorter sums have smaller errors
+inline constexpr int kChunkK = 512;  // products added up before they are added to the total:
+                                     // shorter sums have smaller errors
 inline constexpr int kColumns = 4;   // of a thread, in the result
 
 template <int kTileM>
-inline constexpr int kRows = kTileM / 16;  // of a thread, 4 adjacent ones and as many 64 rows further down
+inline constexpr int kRows = kTileM / 16;  // of a thread, 4 adjacent ones and as many 64 rows
+                                           // further down
 
-// Where a thread's values are. Half-warps read two groups of rows and eight of columns, each shared by neighbours: the pattern that
-// 16-byte reads of shared memory broadcast best.
+// Where a thread's values are. Half-warps read two groups of rows and eight of columns, each shared
+// by neighbours: the pattern that 16-byte reads of shared memory broadcast best.
 struct ThreadPlace {
   int slice = threadIdx.x / kSliceThreads;
   int slice_thread = threadIdx.x % kSliceThreads;
@@ -37,18 +40,22 @@ struct ThreadPlace {
   __device__ __forceinline__ int column() const { return slice * 32 + column_group * 4; }
 };
 
-// A k-block of an operand's rows in shared memory, [k][row]. The rows are permuted in fours, so that neither a write of four k of
-// eight rows nor a read of adjacent rows meets a bank twice.
+// A k-block of an operand's rows in shared memory, [k][row]. The rows are permuted in fours, so
+// that neither a write of four k of eight rows nor a read of adjacent rows meets a bank twice.
 template <int kPanelRows>
 struct Panel {
   alignas(16) float values[kBlockK * kPanelRows];
 
-  __device__ static __forceinline__ int index(int k, int row) { return k * kPanelRows + (row ^ k / 4 * 8); }
-  __device__ __forceinline__ float4& four(int index) { return *reinterpret_cast<float4*>(&values[index]); }
+  __device__ static __forceinline__ int index(int k, int row) {
+    return k * kPanelRows + (row ^ k / 4 * 8);
+  }
+  __device__ __forceinline__ float4& four(int index) {
+    return *reinterpret_cast<float4*>(&values[index]);
+  }
 };
 
-// Carries an operand's k-blocks from global memory through registers to shared memory, four elements at a time along the dimension
-// that is contiguous. What is outside of the matrix is 0.
+// Carries an operand's k-blocks from global memory through registers to shared memory, four
+// elements at a time along the dimension that is contiguous. What is outside of the matrix is 0.
 template <int kPanelRows>
 struct PanelLoader {
   static constexpr int kFours = kPanelRows * kBlockK / 4 / kThreads;
@@ -60,7 +67,8 @@ struct PanelLoader {
   float const* from[kFours];
   float4 four[kFours];
 
-  __device__ __forceinline__ PanelLoader(ExactOperand const& operand, bool aligned, int64_t first_row, int64_t matrix_rows)
+  __device__ __forceinline__ PanelLoader(ExactOperand const& operand, bool aligned,
+                                         int64_t first_row, int64_t matrix_rows)
       : k_contiguous(operand.k_stride == 1),
         aligned(aligned),
         step(kBlockK * operand.k_stride),
@@ -127,16 +135,18 @@ __device__ __forceinline__ void unpack(float4 const& four, float* to) {
 
 // One k-block's products of a thread's slice.
 template <int kTileM>
-__device__ __forceinline__ void accumulate(Panel<kTileM>& x, Panel<kTileN>& w, ThreadPlace const& place,
-                                           Accumulators<kTileM>& sum) {
+__device__ __forceinline__ void accumulate(Panel<kTileM>& x, Panel<kTileN>& w,
+                                           ThreadPlace const& place, Accumulators<kTileM>& sum) {
 #pragma unroll
   for (int i = 0; i < kSliceK; ++i) {
     int const k = place.slice * kSliceK + i;
     float a[kRows<kTileM>], b[2 * kColumns];
 #pragma unroll
-    for (int r = 0; r < kRows<kTileM>; r += 4) unpack(x.four(Panel<kTileM>::index(k, place.row_group * 4) + r / 4 * 64), a + r);
+    for (int r = 0; r < kRows<kTileM>; r += 4)
+      unpack(x.four(Panel<kTileM>::index(k, place.row_group * 4) + r / 4 * 64), a + r);
 #pragma unroll
-    for (int c = 0; c < 2 * kColumns; c += 4) unpack(w.four(Panel<kTileN>::index(k, place.column_group * 4) + c / 4 * 32), b + c);
+    for (int c = 0; c < 2 * kColumns; c += 4)
+      unpack(w.four(Panel<kTileN>::index(k, place.column_group * 4) + c / 4 * 32), b + c);
 #pragma unroll
     for (int r = 0; r < kRows<kTileM>; ++r) {
 #pragma unroll
@@ -158,11 +168,12 @@ __device__ __forceinline__ void promote(Accumulators<kTileM>& sum, Accumulators<
   }
 }
 
-// The tile whose first element is (first_row, first_column). Each thread gets the values at its ThreadPlace; those outside of the
-// matrix mean nothing.
+// The tile whose first element is (first_row, first_column). Each thread gets the values at its
+// ThreadPlace; those outside of the matrix mean nothing.
 template <int kTileM>
-__device__ __forceinline__ void multiply_tile(ExactProblem const& p, bool x_aligned, bool w_aligned, int64_t first_row,
-                                              int64_t first_column, TileStorage<kTileM>& storage,
+__device__ __forceinline__ void multiply_tile(ExactProblem const& p, bool x_aligned, bool w_aligned,
+                                              int64_t first_row, int64_t first_column,
+                                              TileStorage<kTileM>& storage,
                                               float (&result)[kRows<kTileM>][kColumns]) {
   ThreadPlace const place;
   auto& panels = storage.panels;
@@ -203,8 +214,10 @@ __device__ __forceinline__ void multiply_tile(ExactProblem const& p, bool x_alig
 #pragma unroll
   for (int r = 0; r < kRows<kTileM>; ++r) {
     float const(&t)[2 * kColumns] = total[r];
-    storage.exchange[place.slice][r][place.slice_thread] =
-        first ? make_float4(t[4], t[5], t[6], t[7]) : make_float4(t[0], t[1], t[2], t[3]);
+    storage.exchange[place.slice][r][place.slice_thread] = first
+                                                               ? make_float4(t[4], t[5], t[6], t[7])
+                                                               : make_float4(t[0], t[1], t[2],
+                                                                             t[3]);
   }
   __syncthreads();
 #pragma unroll
@@ -212,7 +225,8 @@ __device__ __forceinline__ void multiply_tile(ExactProblem const& p, bool x_alig
     float other[kColumns];
     unpack(storage.exchange[place.slice ^ 1][r][place.slice_thread], other);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) result[r][c] = (first ? total[r][c] : total[r][c + kColumns]) + other[c];
+    for (int c = 0; c < kColumns; ++c)
+      result[r][c] = (first ? total[r][c] : total[r][c + kColumns]) + other[c];
   }
 }
 

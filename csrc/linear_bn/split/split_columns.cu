@@ -1,6 +1,7 @@
-// The split of a matrix that lies in memory as [k, rows]: its planes are the transpose's. Two passes: the rows' maxima, then the
-// split, which transposes in registers. A thread reads eight k of four rows and so has a whole 16-byte packet of each row's planes;
-// neighbours in a warp complete 128 bytes of what is read and 64 of what is written.
+// The split of a matrix that lies in memory as [k, rows]: its planes are the transpose's. Two
+// passes: the rows' maxima, then the split, which transposes in registers. A thread reads eight k
+// of four rows and so has a whole 16-byte packet of each row's planes; neighbours in a warp
+// complete 128 bytes of what is read and 64 of what is written.
 #include "common/launch.cuh"
 #include "common/packet.cuh"
 #include "linear_bn/split/element.cuh"
@@ -22,7 +23,8 @@ struct Tiling {
 
 Tiling tile(SplitSource const& source, int rows, int k) {
   Tiling const tiling{(source.rows + rows - 1) / rows, (source.k + k - 1) / k};
-  CUTLASS_BN_CHECK(tiling.blocks() <= INT32_MAX, "split: too many blocks of work (", tiling.blocks(), ")");
+  CUTLASS_BN_CHECK(tiling.blocks() <= INT32_MAX, "split: too many blocks of work (",
+                   tiling.blocks(), ")");
   return tiling;
 }
 
@@ -32,17 +34,20 @@ constexpr int kLoads = 8;    // of a thread, in flight together
 constexpr int kBatches = 2;  // so many times
 constexpr int kMaximaK = kWarps * kLoads * kBatches;
 
-// A thread keeps kWidth rows; a block's warps take the same rows at different k. Also clears the census, which the split adds up.
+// A thread keeps kWidth rows; a block's warps take the same rows at different k. Also clears the
+// census, which the split adds up.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads, 5)
-    column_maxima_kernel(__grid_constant__ SplitSource const source, uint32_t* maxima, uint32_t* census, unsigned row_tiles) {
+    column_maxima_kernel(__grid_constant__ SplitSource const source, uint32_t* maxima,
+                         uint32_t* census, unsigned row_tiles) {
   constexpr int kRows = 32 * kWidth;
   __shared__ uint32_t shared[kWarps][kRows];
   wait_for_previous_kernel();
   allow_next_kernel();
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned const k_tile = blockIdx.x / row_tiles;
-  int64_t const first_row = int64_t(blockIdx.x - k_tile * row_tiles) * kRows, row = first_row + lane * kWidth;
+  int64_t const first_row = int64_t(blockIdx.x - k_tile * row_tiles) * kRows,
+                row = first_row + lane * kWidth;
   int64_t k = int64_t(k_tile) * kMaximaK + warp;
 
   uint32_t largest[kWidth] = {};
@@ -53,7 +58,8 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       loaded[i] = {};
-      if (row < source.rows && k + i * kWarps < source.k) loaded[i].load(x + i * kWarps * source.k_stride);
+      if (row < source.rows && k + i * kWarps < source.k)
+        loaded[i].load(x + i * kWarps * source.k_stride);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -78,14 +84,17 @@ constexpr int kPacket = 8, kQuad = 4;                          // k and rows of 
 constexpr int kWarpK = 4 * kPacket, kWarpRows = 8 * kQuad;     // of a warp
 constexpr int kTileK = 4 * kWarpK, kTileRows = 2 * kWarpRows;  // of a block
 
-// Four rows of the matrix at one k: adjacent ones in one load, or else those of the warp that are eight apart.
+// Four rows of the matrix at one k: adjacent ones in one load, or else those of the warp that are
+// eight apart.
 template <int kWidth>
 struct Quad {
   static constexpr int kLoads = kQuad / kWidth;
   Packet<float, kWidth> x[kLoads];
 
   static __device__ __forceinline__ int first_row(int quad) { return quad * kWidth; }
-  static __device__ __forceinline__ constexpr int row(int i) { return i / kWidth * 8 * kWidth + i % kWidth; }  // from the first
+  static __device__ __forceinline__ constexpr int row(int i) {
+    return i / kWidth * 8 * kWidth + i % kWidth;
+  }  // from the first
 
   __device__ __forceinline__ void load(float const* p, int rows_left) {
 #pragma unroll
@@ -98,11 +107,13 @@ struct Quad {
   __device__ __forceinline__ float operator[](int i) const { return x[i / kWidth][i % kWidth]; }
 };
 
-// Takes the tiles from the last to the first: the maxima's pass has read the last ones last, so they are still in L2.
+// Takes the tiles from the last to the first: the maxima's pass has read the last ones last, so
+// they are still in L2.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads, 4)
-    split_columns_kernel(__grid_constant__ SplitSource const source, __grid_constant__ SplitMatrix const result,
-                         uint32_t const* maxima, unsigned row_tiles) {
+    split_columns_kernel(__grid_constant__ SplitSource const source,
+                         __grid_constant__ SplitMatrix const result, uint32_t const* maxima,
+                         unsigned row_tiles) {
   __shared__ uint32_t counts[kTileRows];
   __shared__ bool lossy[kTileRows];
   if (threadIdx.x < kTileRows) counts[threadIdx.x] = 0, lossy[threadIdx.x] = false;
@@ -155,20 +166,25 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 template <int kWidth>
-void launch(SplitSource const& source, SplitMatrix const& result, uint32_t* maxima, cudaStream_t stream) {
-  Tiling const read = tile(source, 32 * kWidth, kMaximaK), written = tile(source, kTileRows, kTileK);
+void launch(SplitSource const& source, SplitMatrix const& result, uint32_t* maxima,
+            cudaStream_t stream) {
+  Tiling const read = tile(source, 32 * kWidth, kMaximaK),
+               written = tile(source, kTileRows, kTileK);
   CUTLASS_BN_CUDA(cudaMemsetAsync(maxima, 0, source.rows * sizeof(uint32_t), stream));
-  launch_kernel(column_maxima_kernel<kWidth>, dim3(static_cast<unsigned>(read.blocks())), dim3(kThreads), 0, stream, source, maxima,
-                result.census, static_cast<unsigned>(read.row_tiles));
-  launch_kernel(split_columns_kernel<kWidth>, dim3(static_cast<unsigned>(written.blocks())), dim3(kThreads), 0, stream, source,
-                result, maxima, static_cast<unsigned>(written.row_tiles));
+  launch_kernel(column_maxima_kernel<kWidth>, dim3(static_cast<unsigned>(read.blocks())),
+                dim3(kThreads), 0, stream, source, maxima, result.census,
+                static_cast<unsigned>(read.row_tiles));
+  launch_kernel(split_columns_kernel<kWidth>, dim3(static_cast<unsigned>(written.blocks())),
+                dim3(kThreads), 0, stream, source, result, maxima,
+                static_cast<unsigned>(written.row_tiles));
 }
 
 }  // namespace
 
-void launch_split_columns(SplitSource const& source, SplitMatrix const& result, uint32_t* maxima, bool vectorized,
-                          cudaStream_t stream) {
-  return vectorized ? launch<4>(source, result, maxima, stream) : launch<1>(source, result, maxima, stream);
+void launch_split_columns(SplitSource const& source, SplitMatrix const& result, uint32_t* maxima,
+                          bool vectorized, cudaStream_t stream) {
+  return vectorized ? launch<4>(source, result, maxima, stream)
+                    : launch<1>(source, result, maxima, stream);
 }
 
 }  // namespace cutlass_bn::linear_bn

@@ -1,5 +1,6 @@
-// The split where a row's elements are adjacent: one read and one write, at the speed of memory. The elements wait in registers for
-// the row's maximum. Of a row too long for that the last chunk does, and the others are read again, backwards, while L2 has them.
+// The split where a row's elements are adjacent: one read and one write, at the speed of memory.
+// The elements wait in registers for the row's maximum. Of a row too long for that the last chunk
+// does, and the others are read again, backwards, while L2 has them.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -12,8 +13,8 @@ namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// kRowThreads_ threads take a row and hold kElements_ elements of it each: all of it, or (kLong_) a chunk at a time. Short rows share
-// a block.
+// kRowThreads_ threads take a row and hold kElements_ elements of it each: all of it, or (kLong_) a
+// chunk at a time. Short rows share a block.
 template <int kRowThreads_, int kElements_, bool kLong_ = false>
 struct Shape {
   static constexpr int kRowThreads = kRowThreads_, kElements = kElements_;
@@ -25,8 +26,9 @@ struct Shape {
   static constexpr int kBlocksPerSm = (kElements > 16 || kLong ? 1024 : 1536) / kThreads;
 };
 
-// A thread's part of a chunk: packets of two loads of kWidth elements. So 16-byte loads make 16-byte stores, and single elements,
-// all that can be loaded where addresses aren't aligned, still make whole words.
+// A thread's part of a chunk: packets of two loads of kWidth elements. So 16-byte loads make
+// 16-byte stores, and single elements, all that can be loaded where addresses aren't aligned, still
+// make whole words.
 template <class S, int kWidth>
 struct Part {
   static constexpr int kColumns = 2 * kWidth;
@@ -52,13 +54,15 @@ struct Part {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) largest = max(largest, magnitude(x[i][j / kWidth].word[j % kWidth]));
+      for (int j = 0; j < kColumns; ++j)
+        largest = max(largest, magnitude(x[i][j / kWidth].word[j % kWidth]));
     }
     return largest;
   }
 
   // left: as above, with the planes' padding. Returns the elements' census.
-  __device__ __forceinline__ uint32_t split(RowScale const& row, SplitMatrix const& result, int64_t offset, int left) {
+  __device__ __forceinline__ uint32_t split(RowScale const& row, SplitMatrix const& result,
+                                            int64_t offset, int left) {
     if (row.zero) {
 #pragma unroll
       for (int i = 0; i < kPackets; ++i) x[i][0] = x[i][1] = {};
@@ -69,7 +73,8 @@ struct Part {
       SplitPacket<kWidth> packet;
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
-        census = add_census(census, packet.set(j / 2, x[i][j / kWidth][j % kWidth], x[i][(j + 1) / kWidth][(j + 1) % kWidth], row));
+        census = add_census(census, packet.set(j / 2, x[i][j / kWidth][j % kWidth],
+                                               x[i][(j + 1) / kWidth][(j + 1) % kWidth], row));
       }
       if (i * kStep < left) packet.store(result, offset + i * kStep);
     }
@@ -79,7 +84,8 @@ struct Part {
 
 template <class S, int kWidth>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
-    split_rows_kernel(__grid_constant__ SplitSource const source, __grid_constant__ SplitMatrix const result) {
+    split_rows_kernel(__grid_constant__ SplitSource const source,
+                      __grid_constant__ SplitMatrix const result) {
   __shared__ uint32_t largest_of_warp[S::kThreads / 32];
   __shared__ uint32_t census_of_warp[S::kThreads / 32];
   wait_for_previous_kernel();
@@ -92,8 +98,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   int64_t const k = valid ? source.k : 0, ld = valid ? result.ld : 0;
   float const* const x = source.data + row * source.row_stride + first;
   int64_t const offset = row * result.ld + first;
-  // From the thread's first element on, of a chunk that begins at `begin` of a row that ends at `end`.
-  auto const left = [first](int64_t end, int64_t begin) { return int(min(end - begin, int64_t(S::kChunk))) - first; };
+  // From the thread's first element on, of a chunk that begins at `begin` of a row that ends at
+  // `end`.
+  auto const left = [first](int64_t end, int64_t begin) {
+    return int(min(end - begin, int64_t(S::kChunk))) - first;
+  };
 
   Part<S, kWidth> part;
   uint32_t largest = 0;
@@ -133,16 +142,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
 }
 
 template <class S>
-void launch(SplitSource const& source, SplitMatrix const& result, bool vectorized, cudaStream_t stream) {
+void launch(SplitSource const& source, SplitMatrix const& result, bool vectorized,
+            cudaStream_t stream) {
   int64_t const blocks = (source.rows + S::kRows - 1) / S::kRows;
   CUTLASS_BN_CHECK(blocks <= INT32_MAX, "split: too many blocks of work (", blocks, ")");
-  launch_kernel(vectorized ? split_rows_kernel<S, 4> : split_rows_kernel<S, 1>, dim3(static_cast<unsigned>(blocks)),
-                dim3(S::kThreads), 0, stream, source, result);
+  launch_kernel(vectorized ? split_rows_kernel<S, 4> : split_rows_kernel<S, 1>,
+                dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), 0, stream, source, result);
 }
 
 }  // namespace
 
-void launch_split_rows(SplitSource const& source, SplitMatrix const& result, bool vectorized, cudaStream_t stream) {
+void launch_split_rows(SplitSource const& source, SplitMatrix const& result, bool vectorized,
+                       cudaStream_t stream) {
   auto const run = [&](auto shape) { launch<decltype(shape)>(source, result, vectorized, stream); };
   if (source.k <= Shape<32, 16>::kChunk) return run(Shape<32, 16>());
   if (source.k <= Shape<64, 16>::kChunk) return run(Shape<64, 16>());

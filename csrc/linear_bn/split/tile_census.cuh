@@ -14,15 +14,17 @@ struct TileCensus {
 };
 
 // Whether a row of the one and a row of the other leave their product to the exact kernel.
-__device__ __forceinline__ bool needs_exact(TileCensus const& rows, TileCensus const& columns, int k) {
+__device__ __forceinline__ bool needs_exact(TileCensus const& rows, TileCensus const& columns,
+                                            int k) {
   return rows.least_lossy + columns.least <= k || rows.least + columns.least_lossy <= k;
 }
 
-// Into tiles[i]: that of rows [(first + i) * kRows, (first + i + 1) * kRows), i < count. By the whole block; returns whether any row
-// is lossy to the calling warp's knowledge. A warp reads kBatch tiles at a time: the time is that of L2's latency, as often as there
-// are batches.
+// Into tiles[i]: that of rows [(first + i) * kRows, (first + i + 1) * kRows), i < count. By the
+// whole block; returns whether any row is lossy to the calling warp's knowledge. A warp reads
+// kBatch tiles at a time: the time is that of L2's latency, as often as there are batches.
 template <int kRows>
-__device__ __forceinline__ bool take_census(uint32_t const* census, int64_t rows, int64_t first, int count, TileCensus* tiles) {
+__device__ __forceinline__ bool take_census(uint32_t const* census, int64_t rows, int64_t first,
+                                            int count, TileCensus* tiles) {
   constexpr unsigned kAllLanes = 0xffffffffu;
   constexpr int kLoads = kRows / 32, kBatch = 8;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;

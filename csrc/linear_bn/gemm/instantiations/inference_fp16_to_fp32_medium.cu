@@ -1,5 +1,6 @@
 #include "linear_bn/gemm/kernel.h"
 
 namespace cutlass_bn::gemm {
-template void run_inference<MediumConfig, DType::kFloat16, DType::kFloat32>(InferenceParams const&, cudaStream_t);
+template void run_inference<MediumConfig, DType::kFloat16, DType::kFloat32>(InferenceParams const&,
+                                                                            cudaStream_t);
 }
