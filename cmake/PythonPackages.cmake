@@ -28,7 +28,9 @@ function(cutlass_bn_find_torch root version)
   cutlass_bn_find_python_package(torch torch found_root found_version)
   if(NOT found_root)
     message(FATAL_ERROR "cutlass_bn: ${Python_EXECUTABLE} has no torch, whose headers the build needs. Install torch 2.11 or newer "
-                        "there first, then build with `pip install .`.")
+                        "there first, then build with `pip install .`. An environment that a tool makes for the build (uv and "
+                        "python -m build do) never has torch: then `pip install --no-build-isolation .` builds in yours, with "
+                        "scikit-build-core and nvidia-cutlass installed there as well.")
   endif()
   if(found_version VERSION_LESS 2.11)
     message(FATAL_ERROR "cutlass_bn: torch 2.11 or newer is needed, and ${Python_EXECUTABLE} has ${found_version}.")

@@ -18,7 +18,7 @@ Matrix = Callable[[int, int, str], Tensor]  # of rows, k and device
 
 
 def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What ops.split_fp32 returns: planes, exponents, census."""
+    """What split_fp32 returns: planes, exponents, census."""
     x = (matrix.t() if transposed else matrix).contiguous()
     rows, k = x.shape
     largest = x.abs().amax(1) if k else x.new_zeros(rows)

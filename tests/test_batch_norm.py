@@ -276,4 +276,5 @@ def test_any_shape(device, shape, dtype, channels_last, offset, mean, training, 
         x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
     )
     oracle.assert_y_keeps_contract(y, exact, layer.weight)
-    assert y.stride() == x.stride()
+    like = F.batch_norm(x.cpu().float(), *(torch.ones(shape[1]) for _ in range(2)))
+    assert all(ours == theirs for size, ours, theirs in zip(shape, y.stride(), like.stride(), strict=True) if size > 1)

@@ -11,11 +11,11 @@ import cutlass_bn
 from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, Plan, explain, functional
 
 
-def test_cpu_runs_the_reference():
-    assert explain(LinearBatchNorm1d(4, 8), torch.ones(3, 4)) == Plan("reference", "", "the input is on cpu")
-    assert explain(BatchNorm2d(4), torch.ones(2, 4, 3, 3)) == Plan("reference", "", "the input is on cpu")
-    assert explain(functional.linear_batch_norm, torch.ones(3, 4), torch.ones(8, 4)).path == "reference"
-    assert explain(functional.batch_norm, torch.ones(3, 4), None, None, training=True).path == "reference"
+def test_cpu():
+    assert explain(LinearBatchNorm1d(4, 8), torch.ones(3, 4)) == Plan("cpu", "", "the input is on cpu")
+    assert explain(BatchNorm2d(4), torch.ones(2, 4, 3, 3)) == Plan("cpu", "", "the input is on cpu")
+    assert explain(functional.linear_batch_norm, torch.ones(3, 4), torch.ones(8, 4)).path == "cpu"
+    assert explain(functional.batch_norm, torch.ones(3, 4), None, None, training=True).path == "cpu"
 
 
 def test_names_what_is_not_fused():
@@ -23,6 +23,35 @@ def test_names_what_is_not_fused():
     assert explain(module, torch.ones(2, 8, 4)) == Plan("unfused modules", "", "the input has 3 dimensions")
     module.bn = nn.SyncBatchNorm.convert_sync_batchnorm(module.bn)
     assert explain(module, torch.ones(3, 4)) == Plan("unfused modules", "", "bn is a SyncBatchNorm")
+
+
+def test_takes_the_input_by_name():
+    x, image = torch.ones(3, 4), torch.ones(2, 4, 3, 3)
+    assert explain(LinearBatchNorm1d(4, 8), input=x).path == "cpu"
+    assert explain(BatchNorm2d(4), input=image).path == "cpu"
+
+
+ATTRIBUTES = {"gemm": "weight", "bn": "bias", "": "scale"}
+
+
+@pytest.mark.parametrize("child", ATTRIBUTES)
+def test_parameters_that_are_attributes(child):
+    """As DataParallel and FSDP1 leave them; tests/test_modules_in_models.py has both themselves."""
+    module, name = LinearBatchNorm1d(4, 8, scale=True), ATTRIBUTES[child]
+    owner = module.get_submodule(child)
+    tensor = getattr(owner, name).detach().clone()
+    delattr(owner, name)
+    setattr(owner, name, tensor)
+    plan = explain(module, torch.ones(3, 4))
+    assert plan.path == "unfused modules"
+    assert plan.reason.startswith(f"{name} of {child}" if child else name)
+    assert "DataParallel's replicas and FSDP1" in plan.reason
+
+
+def test_parameters_that_are_missing():
+    module = LinearBatchNorm1d(4, 8)
+    del module.gemm.weight
+    assert explain(module, torch.ones(3, 4)).reason == "weight of gemm is not a parameter"
 
 
 def test_changes_nothing():

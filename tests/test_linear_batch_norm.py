@@ -211,7 +211,7 @@ def test_non_finite_row_stays_in_its_row_in_eval(device):
 
 def test_half_sums_do_not_overflow(device):
     """The sum of a column is far above 65504, its mean is not."""
-    layer = make_layer(Case(4096, 8, 8, "fp16 sums", FP16, scale=False), device)
+    layer = make_layer(Case(4096, 8, 8, "fp16 sums", FP16, bias=False, scale=False), device)
     layer.input.fill_(16.0)[::2] = 15.0
     layer.weight.fill_(1.0)
     y = fused(layer, True, momentum=1.0)

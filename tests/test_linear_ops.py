@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_bn
 from cutlass_bn import functional
+from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as ops
 from cutlass_bn.reference import ACTIVATIONS
 
@@ -73,7 +74,7 @@ def kernels(device):
     library._destroy()
 
 
-def arguments(device, dtype=torch.float32, products=ops.FP32_PRODUCTS["ieee"]):
+def arguments(device, dtype=torch.float32, products=fp32_products.FP32_PRODUCTS["ieee"]):
     """The arguments of each op."""
     layer = make_layer(Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
@@ -151,7 +152,7 @@ def test_a_batch_of_gradients(training, eager, device):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("products", ops.FP32_PRODUCTS)
+@pytest.mark.parametrize("products", fp32_products.FP32_PRODUCTS)
 @pytest.mark.parametrize("create_graph", [False, True], ids=["backward", "double backward"])
 @pytest.mark.parametrize("name", ["transform", "inference"])
 def test_backward_keeps_the_products_of_the_forward(name, create_graph, products, monkeypatch, device):
@@ -163,16 +164,16 @@ def test_backward_keeps_the_products_of_the_forward(name, create_graph, products
         sizes.append((*a.shape, b.size(1)))
         return torch.mm(a, b)
 
-    monkeypatch.setattr(ops, "split_matmul", split_matmul)
-    args = arguments(device, products=ops.FP32_PRODUCTS[products])[name]
+    monkeypatch.setattr(fp32_products, "split_matmul", split_matmul)
+    args = arguments(device, products=fp32_products.FP32_PRODUCTS[products])[name]
     m, n, k = CASE.m, CASE.n, CASE.k
     forward, backward = [(m, k, n)], [(n, m, k), (m, n, k)]
     expected = backward if name == "transform" else forward + backward
     if create_graph:  # the reference
         expected = []
     for hopper, smallest, wanted in ((True, k, expected), (True, k + 1, []), (False, k, [])):
-        monkeypatch.setattr(ops, "_is_hopper", lambda _, hopper=hopper: hopper)
-        monkeypatch.setattr(ops, "_SPLIT_SIZES", (smallest, 0, 0))
+        monkeypatch.setattr(fp32_products, "_is_hopper", lambda _, hopper=hopper: hopper)
+        monkeypatch.setattr(fp32_products, "_SPLIT_SIZES", (smallest, 0, 0))
         y = getattr(ops, name)(*args)
         torch.autograd.grad(y.sum(), args[:2], create_graph=create_graph)  # an expanded gradient
         assert sizes == (wanted if products == "split" else [])
@@ -182,9 +183,9 @@ def test_backward_keeps_the_products_of_the_forward(name, create_graph, products
 def test_operands_without_dense_rows_or_columns_are_copied(device):
     dense = torch.rand(6, 8, device=device)
     for taken in (dense, dense.t(), dense[:, 1:5], dense[2:4].t(), dense[:, :1], dense[:1]):
-        assert ops._unit_strided(taken) is taken
+        assert fp32_products._unit_strided(taken) is taken
     for copied in (dense[:, ::2], dense[:, ::2].t(), dense[:1].expand(6, 8), dense[:, :1].expand(6, 8)):
-        result = ops._unit_strided(copied)
+        result = fp32_products._unit_strided(copied)
         assert result.is_contiguous()
         assert torch.equal(result, copied)
 

@@ -121,13 +121,36 @@ def test_empty_batch_connects_every_gradient(training):
     assert counter.item() == training
 
 
-def test_bias_gradient_is_zero_in_training():
-    x, weight = torch.randn(6, 3), torch.randn(2, 3)
-    bias = torch.randn(2, requires_grad=True)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "cast"])
+def test_a_bias_of_half_precision_belongs_to_what_is_rounded(autocast, dtype, training):
+    """One that takes a mean of 1000 away: without it u keeps 3 to 7 bits of its deviation."""
+    x, weight = torch.randn(64, 8), torch.randn(5, 8)
+    x[:, 0], weight[:, 0] = 31.0, 32.0
+    vectors = torch.full((5,), -992.0), torch.randn(5)
+    tensors = [t.to(dtype) for t in (x, weight, *vectors)]
+    ours = (torch.zeros(5), torch.ones(5))
+    theirs = tuple(t.double() for t in ours)
+    exact = separate(*(t.double() for t in tensors), *theirs, None, None, training, "silu")
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        x, weight, bias, scale = (t.float() for t in tensors) if autocast else tensors
+        y = reference.linear_batch_norm(
+            x, weight, bias, scale, *ours, torch.tensor(0), None, None, training, 0.3, 1e-5, "silu"
+        )
+    assert (y.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
+    for mine, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_gradient_is_zero_in_training(dtype):
+    x, weight = torch.randn(6, 3, dtype=dtype), torch.randn(2, 3, dtype=dtype)
+    bias = torch.randn(2, dtype=dtype, requires_grad=True)
     reference.linear_batch_norm(
         x, weight, bias, None, None, None, None, None, None, True, 0.1, 1e-5, None
     ).square().sum().backward()
-    assert torch.equal(bias.grad, torch.zeros(2))
+    assert torch.equal(bias.grad, torch.zeros(2, dtype=dtype))
 
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None], ids=["autocast", "plain"])

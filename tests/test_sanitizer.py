@@ -30,6 +30,7 @@ from split_cases import excess, left_to_exact_kernel, normal, spanning, split_re
 
 from cutlass_bn import BatchNorm2d, explain
 from cutlass_bn.functional import batch_norm, linear_batch_norm
+from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as linear_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
@@ -68,10 +69,10 @@ def test_batch_norm(shape):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_batch_norm_backward(shape, training):
     x, grad = shape.randn(), shape.randn()
-    reference = BatchNorm2d(x.size(1)).train(training)
-    module, on_gpu = copy.deepcopy(reference).cuda(), x.cuda().requires_grad_()
-    x.requires_grad_()
-    expected = torch.autograd.grad(reference(x), [x, *reference.parameters()], grad)
+    module = BatchNorm2d(x.size(1)).train(training)
+    reference, wide = copy.deepcopy(module).double(), x.double().requires_grad_()
+    module, on_gpu = module.cuda(), x.cuda().requires_grad_()
+    expected = torch.autograd.grad(reference(wide), [wide, *reference.parameters()], grad.double())
     gradients = torch.autograd.grad(module(on_gpu), [on_gpu, *module.parameters()], grad.cuda())
     for actual, wanted in zip(gradients, expected, strict=True):
         assert max_error(actual.cpu(), wanted) < (1e-2 if actual.dtype != F32 else 1e-5)
@@ -108,7 +109,7 @@ def test_split_matmul(sizes, matrix, columns):
     census = (split_reference(operand)[2] for operand in (x, w))
     assert left_to_exact_kernel(*census, k).any() == (matrix is not normal)
     a, b = x.cuda(), w.t().contiguous().cuda()
-    u = linear_ops.split_matmul(*((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b)))
+    u = fp32_products.split_matmul(*((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b)))
     assert excess(u.cpu(), x, w, extra=8) <= 1
 
 
@@ -187,4 +188,4 @@ def test_linear_batch_norm_step(case):
 @pytest.mark.parametrize("shape", [(70, 68), (67, 130)], ids=["in vectors", "without vectors"])
 def test_transpose(shape):
     matrix = torch.randn(shape)
-    assert torch.equal(linear_ops.transpose_fp32(matrix.cuda()).cpu(), matrix.t())
+    assert torch.equal(fp32_products.transpose_fp32(matrix.cuda()).cpu(), matrix.t())

@@ -1,4 +1,4 @@
-"""ops.split_fp32 and ops.split_matmul: bits, accuracy against float64 and cuBLAS, Inf and NaN, gradients, errors.
+"""split_fp32 and split_matmul: bits, accuracy against float64 and cuBLAS, Inf and NaN, gradients, errors.
 
 On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd formulas can be checked.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_bn
-from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.ops import fp32_products
 
 pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
 on_hopper = [pytest.mark.gpu, hopper]
@@ -64,7 +64,7 @@ def mm(x: Tensor, w: Tensor) -> Tensor:
 
 
 def split(x: Tensor, w: Tensor) -> Tensor:
-    return ops.split_matmul(x, w.t())
+    return fp32_products.split_matmul(x, w.t())
 
 
 ROWS = {
@@ -97,7 +97,7 @@ def test_split_bit_for_bit(k, transposed, columns, device):
     matrix = stored((rows.t() if transposed else rows).to(device), columns)
     oracle.poison(device, *(-(-t.numel() * t.element_size() // 4) for t in expected))
     for _ in range(2):
-        for name, ours, theirs in zip(NAMES, ops.split_fp32(matrix, transposed), expected, strict=True):
+        for name, ours, theirs in zip(NAMES, fp32_products.split_fp32(matrix, transposed), expected, strict=True):
             assert torch.equal(ours, theirs), name
 
 
@@ -118,11 +118,11 @@ def test_any_size_and_order(sizes, a_columns, b_columns, device):
     x, w = normal(m, k, device), normal(n, k, device)
     a, b = stored(x, a_columns), stored(w.t(), b_columns)
     oracle.poison(device, m * n)
-    c = ops.split_matmul(a, b)
+    c = fp32_products.split_matmul(a, b)
     assert (c.shape, c.dtype) == ((m, n), torch.float32)
     assert c.stride() == (-(-n // 4) * 4, 1)
     assert excess(c, x, w, extra=8) <= 1
-    assert torch.equal(ops.split_matmul(a, b), c)
+    assert torch.equal(fp32_products.split_matmul(a, b), c)
 
 
 @pytest.mark.gpu
@@ -139,7 +139,7 @@ def test_no_less_accurate_than_sgemm(operands, k):
     x, w = operands.make(1500, 1100, k)
     ours, theirs = errors(split(x, w), x, w), errors(mm(x, w), x, w)
     # Where rows span so much that plain sums stand in for the split, these have another order than cuBLAS's.
-    plain_sums = left_to_exact_kernel(*(ops.split_fp32(t, False)[2] for t in (x, w)), k).any()
+    plain_sums = left_to_exact_kernel(*(fp32_products.split_fp32(t, False)[2] for t in (x, w)), k).any()
     for name, error in ours.items():
         allowed = (2.0 if plain_sums else 1.0) * max(theirs[name], UNIT)
         assert error <= allowed, f"{name}: {error:.3g}, SGEMM's {theirs[name]:.3g}"
@@ -194,7 +194,7 @@ def test_inf_and_nan_land_where_torch_puts_them(kind):
 def test_a_padded_result_is_no_view(device):
     """Autograd would forbid to change it in place."""
     a, b = normal(20, 12, device), normal(12, 9, device).requires_grad_()
-    c = ops.split_matmul(a, b)
+    c = fp32_products.split_matmul(a, b)
     assert not c._is_view()
     c.add_(1.0)
     c.sum().backward()
@@ -203,10 +203,10 @@ def test_a_padded_result_is_no_view(device):
 
 def test_opcheck(device):
     a, b = normal(20, 12, device), normal(12, 9, device)
-    torch.library.opcheck(ops.split_fp32, (a, False))
-    torch.library.opcheck(ops.split_fp32, (a.t(), True))
-    torch.library.opcheck(ops.split_matmul, (a.requires_grad_(), b.t().contiguous().t().requires_grad_()))
-    torch.library.opcheck(ops.split_matmul, (a.detach(), b))
+    torch.library.opcheck(fp32_products.split_fp32, (a, False))
+    torch.library.opcheck(fp32_products.split_fp32, (a.t(), True))
+    torch.library.opcheck(fp32_products.split_matmul, (a.requires_grad_(), b.t().contiguous().t().requires_grad_()))
+    torch.library.opcheck(fp32_products.split_matmul, (a.detach(), b))
 
 
 @pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)], ids=str)
@@ -222,7 +222,7 @@ def test_gradients(wanted, device):
         second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves)
         return [*torch.autograd.grad(function(*tensors).sum(), leaves), *first, *second]
 
-    ours, exact = gradients(ops.split_matmul, torch.float32), gradients(torch.mm, torch.float64)
+    ours, exact = gradients(fp32_products.split_matmul, torch.float32), gradients(torch.mm, torch.float64)
     for actual, expected in zip(ours, exact, strict=True):
         assert max_error(actual, expected) < 1e-5
 
@@ -230,7 +230,7 @@ def test_gradients(wanted, device):
 def test_batched_gradients(device):
     a, b = normal(6, 5, device).requires_grad_(), normal(5, 4, device)
     directions = torch.randn(3, 6, 4, device=device)
-    (da,) = torch.autograd.grad(ops.split_matmul(a, b), a, directions, is_grads_batched=True)
+    (da,) = torch.autograd.grad(fp32_products.split_matmul(a, b), a, directions, is_grads_batched=True)
     assert max_error(da, directions.double() @ b.double().t()) < 1e-6
 
 
@@ -238,16 +238,16 @@ def test_batched_gradients(device):
 def test_fake_cuda_tensors(transposed):
     with FakeTensorMode():
         a, b = torch.empty(5, 13, device="cuda"), torch.empty(13, 7, device="cuda")
-        planes, *codes = ops.split_fp32(a, transposed)
+        planes, *codes = fp32_products.split_fp32(a, transposed)
         rows, width = (13, 8) if transposed else (5, 16)
         assert (planes.shape, planes.dtype, planes.is_contiguous()) == ((2, rows, width), torch.float16, True)
         assert [(code.shape, code.dtype) for code in codes] == [((rows,), torch.int32)] * 2
-        c = ops.split_matmul(a, b)
+        c = fp32_products.split_matmul(a, b)
         assert (c.shape, c.stride(), c.dtype, c.device.type) == ((5, 7), (8, 1), torch.float32, "cuda")
         with pytest.raises(RuntimeError, match=r"b: expected shape \[5, N\], got \[13, 7\]"):
-            ops.split_matmul(a.t(), b)
+            fp32_products.split_matmul(a.t(), b)
         with pytest.raises(RuntimeError, match="matrix: expected float32"):
-            ops.split_fp32(a.half(), transposed)
+            fp32_products.split_fp32(a.half(), transposed)
 
 
 MISTAKES = {
@@ -271,7 +271,7 @@ def test_errors_of_the_product(mistake):
     operands = [normal(20, 12, "cuda"), normal(12, 9, "cuda")]
     operands[index] = change(operands[index])
     with pytest.raises(RuntimeError, match=message):
-        ops.split_matmul(*operands)
+        fp32_products.split_matmul(*operands)
 
 
 @pytest.mark.gpu
@@ -283,7 +283,7 @@ def test_errors_of_the_product(mistake):
 )
 def test_errors_of_the_split(change):
     with pytest.raises(RuntimeError, match="matrix: expected"):
-        ops.split_fp32(change(normal(20, 12, "cuda")), False)
+        fp32_products.split_fp32(change(normal(20, 12, "cuda")), False)
 
 
 @pytest.mark.gpu
@@ -297,7 +297,7 @@ def test_cuda_graph():
         u = split(x, w)
     for values in (normal, spanning(60), normal):
         x.copy_(values(700, 1000, "cuda"))
-        plain_sums = left_to_exact_kernel(*(ops.split_fp32(t, False)[2] for t in (x, w)), 1000).any()
+        plain_sums = left_to_exact_kernel(*(fp32_products.split_fp32(t, False)[2] for t in (x, w)), 1000).any()
         assert plain_sums == (values is not normal)
         graph.replay()
         assert torch.equal(u, split(x, w))
@@ -319,7 +319,7 @@ def test_the_larger_operand_is_split_in_blocks(sizes, columns):
     oracle.poison("cuda", m * n)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    c = ops.split_matmul(a, b)
+    c = fp32_products.split_matmul(a, b)
     workspace = torch.cuda.max_memory_allocated() - before - c.untyped_storage().nbytes()
     block = 2**28 if k == 65_536 else 2**27
     assert workspace <= 4 * min(m, n) * (k + 8) + block + 32 * (m + n) + 2**20

@@ -1,4 +1,4 @@
-"""ops.transpose_fp32, and the TF32 products of the backward that are made with it."""
+"""fp32_products.transpose_fp32, and the TF32 products of the backward that are made with it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import cutlass_bn
-from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.ops import fp32_products
 
 pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
-TF32 = ops.FP32_PRODUCTS["tf32"]
+TF32 = fp32_products.FP32_PRODUCTS["tf32"]
 
 
 def padded_transpose(matrix):
@@ -60,7 +60,7 @@ def test_bit_for_bit(shape, window):
     around = any_bits(rows + 3, columns + 4).cuda()  # rows stay aligned where columns are a multiple of 4
     matrix = around[2 : 2 + rows, :columns] if window else around[:rows, :columns].contiguous()
     oracle.poison("cuda", columns * (rows + 3))
-    result = ops.transpose_fp32(matrix)
+    result = fp32_products.transpose_fp32(matrix)
     assert (result.shape, result.stride(), result.dtype) == ((columns, rows), (-(-rows // 4) * 4, 1), torch.float32)
     assert torch.equal(result.view(torch.int32), matrix.t().contiguous().view(torch.int32))
 
@@ -69,13 +69,15 @@ def test_bit_for_bit(shape, window):
 def test_an_address_that_is_aligned_to_nothing():
     base = any_bits(1 + 128 * 64).cuda()
     matrix = base[1:].view(128, 64)
-    assert torch.equal(ops.transpose_fp32(matrix).view(torch.int32), matrix.t().contiguous().view(torch.int32))
+    assert torch.equal(
+        fp32_products.transpose_fp32(matrix).view(torch.int32), matrix.t().contiguous().view(torch.int32)
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
 def test_empty(shape):
-    assert ops.transpose_fp32(torch.empty(shape, device="cuda")).shape == shape[::-1]
+    assert fp32_products.transpose_fp32(torch.empty(shape, device="cuda")).shape == shape[::-1]
 
 
 @pytest.mark.gpu
@@ -84,7 +86,8 @@ def test_strides_that_no_step_takes():
     row = any_bits(1, 70).cuda()
     for matrix in (row.expand(66, 70), torch.as_strided(row, (1, 68), (3, 1))):
         assert torch.equal(
-            ops.transpose_fp32(matrix).view(torch.int32), matrix.contiguous().t().contiguous().view(torch.int32)
+            fp32_products.transpose_fp32(matrix).view(torch.int32),
+            matrix.contiguous().t().contiguous().view(torch.int32),
         )
 
 
@@ -93,20 +96,20 @@ def test_strides_that_no_step_takes():
 def test_more_than_2_to_the_31_elements():
     for rows in ((1 << 20) + 4, (1 << 20) + 3):  # in vectors and without
         matrix = torch.empty(rows, 2056, device="cuda").normal_()
-        assert torch.equal(ops.transpose_fp32(matrix), matrix.t())
+        assert torch.equal(fp32_products.transpose_fp32(matrix), matrix.t())
 
 
 def test_opcheck(device):
-    torch.library.opcheck(ops.transpose_fp32, (torch.rand(20, 13, device=device),))
-    torch.library.opcheck(ops.transpose_fp32, (torch.rand(20, 16, device=device)[:, :12],))
+    torch.library.opcheck(fp32_products.transpose_fp32, (torch.rand(20, 13, device=device),))
+    torch.library.opcheck(fp32_products.transpose_fp32, (torch.rand(20, 16, device=device)[:, :12],))
 
 
 def test_fake_cuda_tensors():
     with FakeTensorMode():
-        result = ops.transpose_fp32(torch.empty(6, 11, device="cuda"))
+        result = fp32_products.transpose_fp32(torch.empty(6, 11, device="cuda"))
         assert (result.shape, result.stride(), result.device.type) == ((11, 6), (8, 1), "cuda")
         with pytest.raises(RuntimeError, match="matrix: expected float32"):
-            ops.transpose_fp32(torch.empty(6, 11, device="cuda", dtype=torch.float16))
+            fp32_products.transpose_fp32(torch.empty(6, 11, device="cuda", dtype=torch.float16))
 
 
 MISTAKES = {
@@ -121,7 +124,7 @@ MISTAKES = {
 def test_errors(mistake):
     change, message = MISTAKES[mistake]
     with pytest.raises(RuntimeError, match=message):
-        ops.transpose_fp32(change(torch.rand(20, 12, device="cuda")))
+        fp32_products.transpose_fp32(change(torch.rand(20, 12, device="cuda")))
 
 
 A, B = (20, 10), (10, 16)
@@ -168,17 +171,17 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
         "hopper": True,
     }
     settings |= changes
-    monkeypatch.setattr(ops, "transpose_fp32", transpose)
-    monkeypatch.setattr(ops, "_is_hopper", lambda _: settings["hopper"])
+    monkeypatch.setattr(fp32_products, "transpose_fp32", transpose)
+    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: settings["hopper"])
     for name in settings:
         if name.startswith("_TRANSPOSE"):
-            monkeypatch.setattr(ops, name, settings[name])
+            monkeypatch.setattr(fp32_products, name, settings[name])
 
     def operand(shape, columns):
         return torch.rand(shape[::-1], device=device).t() if columns else torch.rand(shape, device=device)
 
     a, b = operand(settings["a"], a_columns), operand(settings["b"], b_columns)
-    c = ops._matmul(a, b, ops.FP32_PRODUCTS[settings["products"]])
+    c = fp32_products.matmul(a, b, fp32_products.FP32_PRODUCTS[settings["products"]])
     assert max_error(c, a.double() @ b.double()) < 1e-5
     assert taken == expected
 
@@ -199,37 +202,37 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
 )
 def test_tf32_products_are_as_exact_with_it(sizes, columns, transposed, monkeypatch):
     m, k, n = sizes
-    taken, transpose = [], ops.transpose_fp32
+    taken, transpose = [], fp32_products.transpose_fp32
 
     def recorded(matrix):
         taken.append(tuple(matrix.shape))
         return transpose(matrix)
 
-    monkeypatch.setattr(ops, "transpose_fp32", recorded)
+    monkeypatch.setattr(fp32_products, "transpose_fp32", recorded)
     a = torch.randn(k, m, device="cuda").t() if columns else torch.randn(m, k, device="cuda")
     b = torch.randn(k, n, device="cuda")
     exact = a.double() @ b.double()
     with fp32_precision(tf32=True):
-        ours, theirs = ops._matmul(a, b, TF32), torch.mm(a, b)
+        ours, theirs = fp32_products.matmul(a, b, TF32), torch.mm(a, b)
     assert taken == transposed
     assert (ours - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
 def test_products_of_a_size_unknown_while_traced(monkeypatch):
     """The rules take what can't be known as not so, and ask for no value."""
-    monkeypatch.setattr(ops, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: True)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         size = mode.shape_env.create_unbacked_symint()
         torch._check(size >= 0)
         du = torch.empty(size, 32, device="cuda")
         for x in (torch.empty(size, 64, device="cuda"), torch.empty(64, size, device="cuda").t()):
-            for code in ops.FP32_PRODUCTS.values():
-                assert ops._matmul(du.t(), x, code).shape == (32, 64)
+            for code in fp32_products.FP32_PRODUCTS.values():
+                assert fp32_products.matmul(du.t(), x, code).shape == (32, 64)
 
 
 def test_a_batch_of_products(device, monkeypatch):
-    monkeypatch.setattr(ops, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(ops, "_TRANSPOSE_PRODUCTS", 1)
+    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(fp32_products, "_TRANSPOSE_PRODUCTS", 1)
     dus, x = torch.rand(3, 9, 5, device=device), torch.rand(9, 7, device=device)
-    dws = torch.func.vmap(lambda du: ops._matmul(du.t(), x, TF32))(dus)
+    dws = torch.func.vmap(lambda du: fp32_products.matmul(du.t(), x, TF32))(dus)
     assert max_error(dws, dus.double().mT @ x.double()) < 1e-5

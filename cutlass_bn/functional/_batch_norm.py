@@ -1,16 +1,18 @@
-"""Batch normalisation as a function: which implementation runs, and torch's errors for the mistakes torch reports."""
+"""Batch normalisation as a function, with torch's errors for the mistakes torch reports."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import reference
 from .._library import require
 from ..ops import batch_norm as ops
+from . import _aten
+from ._mistakes import refuse_channels, refuse_device
+from ._policy import KERNEL_DTYPES, choose, contiguous, dense, is_traced, plain_counter, settle_counter
 
 _below_autograd = ops.below_autograd
-TRANSFORMED = "torch.func or forward-mode differentiation is active"
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _VECTOR_NAMES = ("running_mean", "running_var", "weight", "bias")
 
 
@@ -27,13 +29,13 @@ def batch_norm(
     """`torch.nn.functional.batch_norm`: y = (x - mean) / sqrt(var + eps) * weight + bias over dim 1 of input.
 
     Args:
-        input: float32, float16, bfloat16 (CUDA kernels) or float64, [N, C, ...].
+        input: float32, float16, bfloat16 or float64, [N, C, ...].
         running_mean, running_var: [C], or both None in training. Updated in place in training.
         weight, bias: [C], or None for 1 and 0.
         training: normalise with the statistics of input instead of the running ones.
 
     Returns:
-        y, with input's shape, dtype and memory format.
+        y, with input's shape and dtype, and the strides that torch's own function gives it.
 
     Raises:
         ValueError: one value per channel in training; eps not positive in training, or negative; only one of the
@@ -60,7 +62,7 @@ def batch_norm_with_counter(
     if input.dim() < 2:
         raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
     if training:
-        if input.size(0) == 1 and input.shape[2:].numel() == 1:
+        if input.shape[2:].numel() == 1 and input.size(0) == 1:  # in this order: the batch may be a symbol
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
@@ -71,17 +73,18 @@ def batch_norm_with_counter(
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
 
-    reason = reason_for_reference(input, running_mean, running_var, weight, bias)
-    if training or reason is not None:
-        _check(input, running_mean, running_var, weight, bias)
-    if reason is not None:
-        return reference.batch_norm(
-            input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps
-        )
-    require()
+    _check(input, running_mean, running_var, weight, bias)
+    path = choose(input, input.dtype, running_mean, running_var, weight, bias)
+    if path == "torch" or path == "reference":
+        function = _aten.batch_norm if path == "torch" else reference.batch_norm
+        return function(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps)
+    if path == "kernels":
+        require()
+    kernels = ops.CPU if path == "cpu" else ops.CUDA
     if not input.is_contiguous():
-        input = _dense(input)
+        input = dense(input)
     weight, bias = contiguous(weight), contiguous(bias)
+    traced = path == "kernels" and is_traced()
     wants_grad = torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -89,60 +92,24 @@ def batch_norm_with_counter(
     )
     statistics = (running_mean, running_var)
     if training:
-        arguments = (input, *statistics, num_batches_tracked, weight, bias, momentum, eps)
-        if torch.compiler.is_compiling():
-            return ops.batch_norm_training(*arguments)[0]
-        if wants_grad:
-            return ops.differentiable_training(*arguments)[0]
-        with _below_autograd():
-            return ops.batch_norm_training(*arguments)[0]
-    if torch.compiler.is_compiling():
+        counter, momentum = plain_counter(num_batches_tracked, momentum, input.device)
+        arguments = (input, *statistics, counter, weight, bias, momentum, eps)
+        if traced:
+            y, _ = ops.batch_norm_training(*arguments)
+        elif wants_grad:
+            y, _ = kernels.differentiable_training(*arguments)
+        else:
+            with _below_autograd():
+                y, _ = kernels.training(*arguments)
+        if counter is not num_batches_tracked:
+            settle_counter(num_batches_tracked, counter)
+        return y
+    if traced:
         return ops.batch_norm_inference(input, *statistics, weight, bias, eps)
     if wants_grad:
-        return ops.differentiable_inference(input, *statistics, weight, bias, eps)
+        return kernels.differentiable_inference(input, *statistics, weight, bias, eps)
     with _below_autograd():
-        return ops.batch_norm_inference(input, *statistics, weight, bias, eps)
-
-
-def reason_for_reference(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *parameters: Tensor | None
-) -> str | None:
-    """Why the call runs in plain PyTorch (cutlass_bn.reference), or None where our kernels take it."""
-    if not input.is_cuda:
-        return f"the input is on {input.device.type}"
-    if input.dtype not in KERNEL_DTYPES:
-        return f"the input is {str(input.dtype).removeprefix('torch.')}"
-    for vector in (running_mean, running_var, *parameters):
-        if vector is not None and vector.dtype not in KERNEL_DTYPES:
-            return "a parameter or running statistic is not float32, float16 or bfloat16"
-    for buffer in (running_mean, running_var):
-        if buffer is not None and not buffer.is_contiguous():
-            return "the running statistics are not contiguous"
-    return TRANSFORMED if is_transformed() else None
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work: for those the ops have no rules."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
-
-
-def is_channels_last(input: Tensor) -> bool:
-    """Whether the kernels take an input that is not contiguous, or the dense copy that they get, as channels_last."""
-    return input.movedim(1, -1).is_contiguous() or (input.dim() > 2 and input.stride(1) == 1 and input.size(1) > 1)
-
-
-def _dense(input: Tensor) -> Tensor:
-    """input itself where the kernels take it, else a copy in the memory format that its strides suggest."""
-    if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
-        return input
-    channels_last = input.movedim(1, -1)
-    if channels_last.is_contiguous():
-        return input
-    return channels_last.contiguous().movedim(-1, 1) if is_channels_last(input) else input.contiguous()
+        return kernels.inference(input, *statistics, weight, bias, eps)
 
 
 def _check(
@@ -154,12 +121,15 @@ def _check(
 ) -> None:
     """What torch's own function checks, with its types of errors."""
     if input.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise NotImplementedError(f'"batch_norm" not implemented for {input.dtype}')
+        known = "float32, float16, bfloat16 or float64"
+        text = f"not implemented for {input.dtype}, input: expected {known}"
+        raise NotImplementedError(f'"batch_norm" {text}')
     expected, device = (input.size(1),), input.device
-    for name, vector in zip(_VECTOR_NAMES, (running_mean, running_var, weight, bias), strict=True):
-        if vector is None:
-            continue
-        if vector.shape != expected:
-            raise RuntimeError(f"{name} should contain {input.size(1)} elements, got shape {tuple(vector.shape)}")
-        if vector.device != device:
-            raise RuntimeError(f"{name} should be on {device} like input, is on {vector.device}")
+    vectors = (running_mean, running_var, weight, bias)
+    for vector in vectors:
+        if vector is not None and (vector.shape != expected or vector.device != device):
+            pairs = zip(_VECTOR_NAMES, vectors, strict=True)
+            named = {name: v for name, v in pairs if v is not None}
+            if any(v.shape != expected for v in named.values()):
+                refuse_channels(named, "input", input, 1)
+            refuse_device({**named, "input": input})

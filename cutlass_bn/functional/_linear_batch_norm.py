@@ -1,15 +1,16 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from .. import _library, reference
 from ..ops import linear_batch_norm as ops
-from ._batch_norm import _below_autograd, contiguous, reason_for_reference
+from ..ops.batch_norm import below_autograd as _below_autograd
+from ..reference import autocast_dtype
+from . import _aten
+from ._mistakes import refuse_channels, refuse_device, refuse_dtype
+from ._policy import autocast, choose, contiguous, fp32_products, is_traced, output_dtype, plain_counter, settle_counter
 
-_as_it_is = nullcontext()
 _VECTOR_NAMES = ("bias", "scale", "running_mean", "running_var", "gamma", "beta")
 
 
@@ -34,9 +35,9 @@ def linear_batch_norm(
     and all parameters.
 
     Args:
-        input: [M, K], float32, float16 or bfloat16 (CUDA kernels) or float64.
+        input: [M, K], float32, float16, bfloat16 or float64.
         weight: [N, K], of input's dtype (autocast casts both, and bias).
-        bias: [N], of weight's dtype.
+        bias: [N], of weight's dtype. In float16 and bfloat16 it belongs to the product that is rounded, as in linear.
         scale: [N], a factor per feature before the normalisation.
         running_mean, running_var: [N]. Updated in place in training; otherwise what is normalised with.
         gamma, beta: [N], the affine map after the normalisation.
@@ -45,7 +46,7 @@ def linear_batch_norm(
             0 without that counter.
         eps: added to the variance.
         activation: None, "relu", "gelu" (the erf form) or "silu".
-        num_batches_tracked: one int64, incremented in training.
+        num_batches_tracked: one number, incremented in training; of any dtype, and on any device.
         ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU, where that is faster
             and K is at least 64, by an emulation of fp32 by three fp16 products on the tensor cores. It is
             deterministic and keeps SGEMM's error bound (docs/numerics.md). Where PyTorch may use TF32, TF32 it is in
@@ -66,38 +67,49 @@ def linear_batch_norm(
     _check(input, weight, vectors, of_batch, eps, activation)
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0  # nothing to average over: as torch.nn.BatchNorm1d, leave the running statistics alone
-    if reason_for_reference(input, running_mean, running_var, bias, scale, gamma, beta):
-        return reference.linear_batch_norm(
-            input, weight, bias, scale, running_mean, running_var, num_batches_tracked, gamma, beta,
-            training, momentum, eps, activation,
-        )  # fmt: skip
-
-    _library.require()
-    if torch.is_autocast_enabled("cuda"):
-        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
-    bias, scale, gamma, beta = contiguous(bias), contiguous(scale), contiguous(gamma), contiguous(beta)
-    code, dtype = ops.ACTIVATION_CODES[activation], output_dtype(input, scale)
-    products = fp32_products(input, ieee_fp32)
     if not training:
         num_batches_tracked = None
     buffers = (running_mean, running_var)
-    compiling = torch.compiler.is_compiling()
-    with _as_it_is if compiling else _below_autograd():
-        u = stats = None
-        if of_batch:
-            constants: tuple[Tensor | None, ...] = (input, weight, bias, scale)
-            if compiling:  # an op that mutates cannot have a gradient
-                constants = tuple(None if t is None else t.detach() for t in constants)
-            u, stats = ops.stats(*constants, *buffers, num_batches_tracked, momentum, eps, products)
-        if compiling or not _wants_grad(input, weight, bias, scale, gamma, beta):
-            if u is None:
-                return ops.inference(input, weight, bias, scale, *buffers, gamma, beta, eps, code, dtype, products)
-            return ops.transform(input, weight, bias, scale, gamma, beta, u, stats, eps, code, dtype, products)
-    if u is None:
-        return ops.differentiable_inference(
-            input, weight, bias, scale, *buffers, gamma, beta, eps, code, dtype, products
+    dtype = output_dtype(input, scale)
+    path = choose(input, dtype, *buffers, gamma, beta, bias, scale)
+    if path == "torch" or path == "reference":
+        function = _aten.linear_batch_norm if path == "torch" else reference.linear_batch_norm
+        return function(
+            input, weight, bias, scale, *buffers, num_batches_tracked, gamma, beta, training, momentum, eps, activation
         )
-    return ops.differentiable_transform(input, weight, bias, scale, gamma, beta, u, stats, eps, code, dtype, products)
+    if path == "kernels":
+        _library.require()
+    kernels = ops.CPU if path == "cpu" else ops.CUDA
+    if torch.is_autocast_enabled("cpu" if path == "cpu" else "cuda"):
+        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
+    bias, scale, gamma, beta = contiguous(bias), contiguous(scale), contiguous(gamma), contiguous(beta)
+    code, products = ops.ACTIVATION_CODES[activation], fp32_products(input, ieee_fp32)
+    traced = path == "kernels" and is_traced()
+    wants_grad = _wants_grad(input, weight, bias, scale, gamma, beta)
+    if not of_batch:
+        arguments = (input, weight, bias, scale, *buffers, gamma, beta, eps, code, dtype, products)
+        if traced:
+            return ops.inference(*arguments)
+        if wants_grad:
+            return kernels.differentiable_inference(*arguments)
+        with _below_autograd():
+            return kernels.inference(*arguments)
+    counter, momentum = plain_counter(num_batches_tracked, momentum, input.device)
+    if traced:  # an op that mutates cannot have a gradient
+        constants = tuple(None if t is None else t.detach() for t in (input, weight, bias, scale))
+        u, stats = ops.stats(*constants, *buffers, counter, momentum, eps, products)
+    else:
+        with _below_autograd():
+            u, stats = kernels.stats(input, weight, bias, scale, *buffers, counter, momentum, eps, products)
+    if counter is not num_batches_tracked:
+        settle_counter(num_batches_tracked, counter)
+    arguments = (input, weight, bias, scale, gamma, beta, u, stats, eps, code, dtype, products)
+    if traced:
+        return ops.transform(*arguments)
+    if wants_grad:
+        return kernels.differentiable_transform(*arguments)
+    with _below_autograd():
+        return kernels.transform(*arguments)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -121,56 +133,33 @@ def _check(
     if eps < 0.0 or (of_batch and eps == 0.0):
         raise ValueError(f"batch_norm eps must be positive in training and not negative in evaluation, got {eps}")
     rows, features = input.shape
-    if weight.dim() != 2 or weight.size(1) != features:
+    if weight.dim() != 2:
         raise RuntimeError(f"weight: expected shape [N, {features}], got {list(weight.shape)}")
-    channels = weight.size(0)
+    channels, device = weight.size(0), input.device
+    if weight.size(1) != features:  # which of the two is wrong, nothing else can tell
+        raise RuntimeError(
+            f"input: expected shape [M, {weight.size(1)}] like weight, got {list(input.shape)} "
+            f"(or weight: expected shape [N, {features}] like input, got {list(weight.shape)})"
+        )
     bias, _, running_mean, running_var, _, _ = vectors
     if (running_mean is None) != (running_var is None):
         raise RuntimeError("running_mean and running_var: expected both or neither")
-    expected, device = (channels,), input.device
-    for name, vector in zip(_VECTOR_NAMES, vectors, strict=True):
-        if vector is not None and vector.shape != expected:
-            raise RuntimeError(f"{name}: expected shape [{channels}], got {list(vector.shape)}")
-        if vector is not None and vector.device != device:
-            raise RuntimeError(f"{name}: expected a tensor on {device} like input, got one on {vector.device}")
+    expected, fits = (channels,), weight.device == device
+    for vector in vectors:
+        fits = fits and (vector is None or (vector.shape == expected and vector.device == device))
+    if not fits:
+        pairs = zip(_VECTOR_NAMES, vectors, strict=True)
+        named = {name: v for name, v in pairs if v is not None}
+        if any(v.shape != expected for v in named.values()):
+            refuse_channels(named, "weight", weight, 0)
+        refuse_device({"weight": weight, **named, "input": input})
     dtype = input.dtype
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None or tensor.dtype == dtype:
+    for operand in (weight, bias):
+        if operand is None or operand.dtype == dtype:
             continue
-        if autocast_dtype(tensor) != autocast_dtype(input):
-            raise RuntimeError(f"{name}: expected {dtype} like input, got {tensor.dtype}")
+        if autocast_dtype(operand) != autocast_dtype(input):
+            operands = {"weight": weight, "bias": bias, "input": input}
+            refuse_dtype({name: t for name, t in operands.items() if t is not None}, autocast_dtype)
     if of_batch and rows == 1:
         size = torch.Size([1, channels])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which torch.nn.functional.linear takes this argument, torch.autocast considered."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def autocast(tensor: Tensor) -> Tensor:
-    return tensor.to(autocast_dtype(tensor))
-
-
-def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
-    """Of y, with x as linear takes it."""
-    return x.dtype if scale is None or scale.dtype == x.dtype else torch.promote_types(x.dtype, scale.dtype)
-
-
-def fp32_products(input: Tensor, ieee_fp32: bool) -> int:
-    """The code of how products of input are made. Of no effect, and always the same, where input is not float32."""
-    if input.dtype != torch.float32:
-        return ops.FP32_PRODUCTS["ieee"]
-    if tf32_is_allowed():
-        return ops.FP32_PRODUCTS["tf32"]
-    return ops.FP32_PRODUCTS["ieee" if ieee_fp32 else "split"]
-
-
-@torch.compiler.assume_constant_result
-def tf32_is_allowed() -> bool:
-    """PyTorch's own switch for float32 matrix products on CUDA. Compiled code is guarded on it by dynamo."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"

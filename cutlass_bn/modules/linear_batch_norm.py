@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional, reference
+from ._leaf import Leaf
+from ._subclass import PLAIN, why_not_plain
 
 _PARAMETERS = frozenset(("weight", "bias"))
 _BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-_PLAIN = (Tensor, nn.Parameter, type(None))
 _LINEAR_FORWARD, _BATCH_NORM_FORWARD = nn.Linear.forward, nn.BatchNorm1d.forward
 
 
-class LinearBatchNorm1d(nn.Module):
+class LinearBatchNorm1d(nn.Module, Leaf):
     """activation(BatchNorm1d(scale * Linear(x))): [M, in_features] -> [M, out_features], fused on Hopper GPUs.
 
     Same results, state and errors as the separate modules. Its state is in `gemm` (nn.Linear), `scale` (a parameter
@@ -35,6 +35,8 @@ class LinearBatchNorm1d(nn.Module):
     Raises:
         ValueError: an unknown activation; in the forward, as nn.BatchNorm1d (which counts a batch of one row before it
             refuses it, while here nothing changes).
+        RuntimeError: in the forward, an input whose features, channels, dtype or device don't fit.
+            Nothing has changed then.
     """
 
     ieee_fp32 = False  # of modules that were pickled before there was a choice
@@ -65,12 +67,23 @@ class LinearBatchNorm1d(nn.Module):
         self.activation = activation
         self.ieee_fp32 = ieee_fp32
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reason_not_fused(x) is not None:
-            z = self.gemm(x)
+    def reset_parameters(self) -> None:
+        """Everything as constructed, random numbers drawn in the same order."""
+        _reset(self.gemm)
+        if isinstance(self.scale, Tensor):
+            nn.init.normal_(self.scale)
+        _reset(self.bn)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.reason_not_fused(input) is not None:
+            self._check_sizes(input)
+            z = self.gemm(input)
             z = z if self.scale is None else z * self.scale
             return reference.ACTIVATIONS[self.activation](self.bn(z))
-        return functional.linear_batch_norm(x, **self.arguments())
+        arguments = self.arguments()
+        if input.size(1) != arguments["weight"].size(-1):
+            _refuse_features(input, arguments["weight"])
+        return functional.linear_batch_norm(input, **arguments)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of functional.linear_batch_norm that the children's present state amounts to.
@@ -99,8 +112,18 @@ class LinearBatchNorm1d(nn.Module):
             "ieee_fp32": self.ieee_fp32,
         }
 
-    def reason_not_fused(self, x: Tensor) -> str | None:
+    def reason_not_fused(self, input: Tensor) -> str | None:
         """Why the children are called one by one, or None where the fused function may stand for them."""
+        reason = self._reason_of_state()
+        if reason is not None:
+            return reason
+        if type(input) is not Tensor and (subclass := why_not_plain(input)):
+            return f"the input is {subclass}"
+        if input.dim() != 2:
+            return f"the input has {input.dim()} dimensions"
+        return None
+
+    def _reason_of_state(self) -> str | None:
         children: dict[str, Any] = self._modules
         gemm, bn = children["gemm"], children["bn"]
         for name, child, plain, forward in (
@@ -116,22 +139,59 @@ class LinearBatchNorm1d(nn.Module):
             if "forward" in child.__dict__:
                 return f"{name}.forward is patched"
             if child._parameters.keys() != _PARAMETERS:
-                return f"the parameters of {name} are not weight and bias"
-            for parameter in child._parameters.values():
-                if type(parameter) not in _PLAIN and is_traceable_wrapper_subclass(parameter):
-                    return f"a parameter of {name} is a tensor subclass"
+                missing = "weight" if "weight" not in child._parameters else "bias"
+                return _why_no_parameter(child, missing, f"{missing} of {name}")
+            for tensors in (child._parameters, child._buffers):
+                for tensor in tensors.values():
+                    if type(tensor) not in PLAIN and (subclass := why_not_plain(tensor)):
+                        return f"a parameter or buffer of {name} is {subclass}"
         if "scale" not in self._parameters:
-            return "scale is not a parameter"
+            return _why_no_parameter(self, "scale", "scale")
+        scale = self._parameters["scale"]
+        if type(scale) not in PLAIN and (subclass := why_not_plain(scale)):
+            return f"scale is {subclass}"
         if not bn._buffers.keys() >= _BUFFERS:
             return "the statistics of bn are not its buffers"
         if _has_any_global_hook():
             return "there are global module hooks"
-        if type(x) not in _PLAIN and is_traceable_wrapper_subclass(x):
-            return "the input is a tensor subclass"
-        if x.dim() != 2:
-            return f"the input has {x.dim()} dimensions"
         return None
+
+    def _check_sizes(self, input: Tensor) -> None:
+        """Refuses an input by its name, before BatchNorm1d has counted the batch.
+
+        Only where the children are unchanged: what else they might take, who can say.
+        """
+        if input.dim() not in (1, 3) or self._reason_of_state() is not None:
+            return
+        arguments = self.arguments()
+        if input.size(-1) != arguments["weight"].size(-1):
+            _refuse_features(input, arguments["weight"])
+        for vector in (arguments["running_mean"], arguments["gamma"]):
+            if input.dim() == 3 and vector is not None and vector.size(0) != input.size(1):
+                channels, shape = vector.size(0), list(input.shape)
+                raise RuntimeError(
+                    f"input: expected shape [M, {channels}, {shape[2]}], got {shape}: of three "
+                    f"dimensions dim 1 is normalised, which is {channels} channels"
+                )
 
     def extra_repr(self) -> str:
         ieee_fp32 = ", ieee_fp32=True" if self.ieee_fp32 else ""
         return f"scale={self.scale is not None}, activation={self.activation!r}{ieee_fp32}"
+
+
+def _reset(child: nn.Module) -> None:
+    reset = getattr(child, "reset_parameters", None)
+    if reset is not None:  # what has replaced a child may have none
+        reset()
+
+
+def _refuse_features(input: Tensor, weight: Tensor) -> NoReturn:
+    features, shape = weight.size(-1), list(input.shape)
+    expected = [*shape[:-1], features]
+    raise RuntimeError(f"input: expected shape {expected}, {features} features, got {shape}")
+
+
+def _why_no_parameter(module: nn.Module, name: str, text: str) -> str:
+    if isinstance(module.__dict__.get(name), Tensor):
+        return f"{text} is no parameter but an attribute (as in DataParallel's replicas and FSDP1)"
+    return f"{text} is not a parameter"

@@ -3,20 +3,28 @@
 `batch_norm_training` updates running buffers, returns y and `stats`, and is differentiable in input, weight and bias
 through y. The gradients are ops themselves, `batch_norm_backward` and `batch_norm_inference_backward`; where a graph of
 them is asked for (create_graph) formulas in plain PyTorch take their place.
+
+`cutlass_bn.cpu` has the same functions for CPU tensors. They are no registered ops, and need no library: `CPU` is what
+eager calls take of them, with the gradients that the ops have, as `CUDA` is of the ops.
 """
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
-from .. import reference
+from .. import cpu, reference
 from .._library import library_is_loaded
 
 # What torch.library itself puts around the kernels of an op that needs no gradient. Calling the op inside it skips
 # the op's autograd wrapper, which is Python and costs more than the rest of the call.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 if library_is_loaded():
     batch_norm_training = torch.ops.cutlass_bn.batch_norm_training.default
@@ -25,6 +33,20 @@ if library_is_loaded():
     batch_norm_backward = torch.ops.cutlass_bn.batch_norm_backward.default
     batch_norm_inference_backward = torch.ops.cutlass_bn.batch_norm_inference_backward.default
     batch_norm_plan = torch.ops.cutlass_bn.batch_norm_plan.default
+
+
+class Kernels(NamedTuple):
+    """What eager calls take of one device's implementation. The first two have no gradient, and want none recorded."""
+
+    training: Callable[..., tuple[Tensor, Tensor]]
+    inference: Callable[..., Tensor]
+    differentiable_training: Callable[..., tuple[Tensor, Tensor]]
+    differentiable_inference: Callable[..., Tensor]
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """In which formulas compute and sum."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
@@ -86,6 +108,13 @@ def over_a_batch(op: Callable[..., Any]) -> Callable[..., Any]:
     return formula
 
 
+def takes_formula(grad: Tensor) -> bool:
+    """Whether a gradient has to be made of PyTorch's operations: where a graph of it is asked for (create_graph), or
+    where grad is a batch of gradients (is_grads_batched) on the CPU, whose kernels are no ops with a vmap formula."""
+    is_batch = functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
+    return torch.is_grad_enabled() or (is_batch and grad.is_cpu)
+
+
 def _save_for_training(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, *_, weight, bias, _, _ = inputs
     stats = output[1]
@@ -97,18 +126,25 @@ def _save_for_training(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)  # or zeros would be written for stats
 
 
-def _training_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _training_backward(
+    backward: Callable[..., Any], ctx: Any, grad: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
     if grad is None:  # what takes y has no gradient for it
         return (None,) * 8
-    formula = _differentiable_gradients if torch.is_grad_enabled() else _gradients  # create_graph, or not
-    dx, dweight, dbias = formula(ctx, grad)
+    if takes_formula(grad):
+        with torch.enable_grad():
+            dx, dweight, dbias = _differentiable_gradients(ctx, grad)
+    else:
+        dx, dweight, dbias = _gradients(backward, ctx, grad)
     return dx, None, None, None, dweight, dbias, None, None
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(
+    backward: Callable[..., Any], ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_dx, *_, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
-    dx, dweight, dbias = batch_norm_backward(
+    dx, dweight, dbias = backward(
         grad, input, stats, weight, needs_dx,
         weight.dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None,
     )  # fmt: skip
@@ -118,7 +154,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
 def _differentiable_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_dx, *_, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
     input, stats, weight = ctx.saved_tensors
-    dbias = grad.float().sum(_reduced_dims(grad)).to(ctx.bias_dtype) if needs_dbias else None
+    dbias = grad.to(wide_dtype(grad)).sum(_reduced_dims(grad)).to(ctx.bias_dtype) if needs_dbias else None
     if input is None:
         return None, None, dbias
     eps: Any = 0.0
@@ -144,15 +180,24 @@ def _save_for_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
         weight if needs_dx else None,
     )
     ctx.eps = eps
+    ctx.memory_format = torch.contiguous_format if input.is_contiguous() else _CHANNELS_LAST.get(input.dim())
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
+def _in_format(grad: Tensor, memory_format: torch.memory_format | None) -> Tensor:
+    """grad, from which dx takes its layout, as dx shall lie. (Contiguous it is, too, where grad is not dense.)"""
+    if memory_format is None or (memory_format == torch.contiguous_format and not grad.movedim(1, -1).is_contiguous()):
+        return grad
+    return grad.contiguous(memory_format=memory_format)
+
+
+def _inference_backward(backward: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad = _in_format(grad, ctx.memory_format)
+    if takes_formula(grad):
         return _differentiable_inference_backward(ctx, grad)
     needs_dx, _, _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-    dx, dweight, dbias = batch_norm_inference_backward(
+    dx, dweight, dbias = backward(
         grad, *ctx.saved_tensors, ctx.eps, needs_dx,
         ctx.weight_dtype if needs_dweight else None, ctx.bias_dtype if needs_dbias else None,
     )  # fmt: skip
@@ -164,15 +209,16 @@ def _differentiable_inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor |
     """dx = dy * weight * invstd; the running statistics are constants."""
     needs_dx, _, _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
     input, mean, var, weight = ctx.saved_tensors
-    wide_grad = grad.float()
+    wide = wide_dtype(grad)
+    wide_grad = grad.to(wide)
     dx = dweight = dbias = None
     if needs_dx or needs_dweight:
-        invstd = torch.rsqrt(var.float() + ctx.eps)
+        invstd = torch.rsqrt(var.to(wide) + ctx.eps)
     if needs_dx:
         gain = invstd if weight is None else invstd * weight
         dx = (wide_grad * _per_channel(gain, grad)).to(grad.dtype)
     if needs_dweight:
-        centred = input.float() - _per_channel(mean.float(), input)
+        centred = input.to(wide) - _per_channel(mean.to(wide), input)
         dweight = ((centred * wide_grad).sum(_reduced_dims(grad)) * invstd).to(ctx.weight_dtype)
     if needs_dbias:
         dbias = wide_grad.sum(_reduced_dims(grad)).to(ctx.bias_dtype)
@@ -197,6 +243,30 @@ def without_wrapper(name: str, op: Callable[..., Any], save: Callable[..., None]
     return function.apply
 
 
+def _kernels(
+    training: Callable[..., tuple[Tensor, Tensor]],
+    inference: Callable[..., Tensor],
+    backward: Callable[..., Any],
+    inference_backward: Callable[..., Any],
+) -> Kernels:
+    of_training = functools.partial(_training_backward, backward)
+    of_inference = functools.partial(_inference_backward, inference_backward)
+    return Kernels(
+        training,
+        inference,
+        without_wrapper("BatchNorm", training, _save_for_training, of_training),
+        without_wrapper("BatchNorm", inference, _save_for_inference, of_inference),
+    )
+
+
+CPU = _kernels(
+    cpu.batch_norm_training,
+    cpu.batch_norm_inference,
+    cpu.batch_norm_backward,
+    cpu.batch_norm_inference_backward,
+)
+
+
 def _training_with_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(isinstance(input, Tensor) and input.requires_grad for input in inputs):
         return differentiable_training(*inputs)
@@ -216,15 +286,15 @@ def _register() -> None:
     # Not register_autograd, which takes no op that updates its arguments.
     torch.library.impl("cutlass_bn::batch_norm_training", "Autograd")(_training_with_autograd)
     torch.library.register_autograd(
-        "cutlass_bn::batch_norm_inference", _inference_backward, setup_context=_save_for_inference
+        "cutlass_bn::batch_norm_inference",
+        functools.partial(_inference_backward, batch_norm_inference_backward),
+        setup_context=_save_for_inference,
     )
     for name, op in (("backward", batch_norm_backward), ("inference_backward", batch_norm_inference_backward)):
         torch.library.register_vmap(f"cutlass_bn::batch_norm_{name}", over_a_batch(op))
 
 
 if library_is_loaded():
-    differentiable_training = without_wrapper("BatchNorm", batch_norm_training, _save_for_training, _training_backward)
-    differentiable_inference = without_wrapper(
-        "BatchNorm", batch_norm_inference, _save_for_inference, _inference_backward
-    )
+    CUDA = _kernels(batch_norm_training, batch_norm_inference, batch_norm_backward, batch_norm_inference_backward)
+    differentiable_training, differentiable_inference = CUDA.differentiable_training, CUDA.differentiable_inference
     _register()

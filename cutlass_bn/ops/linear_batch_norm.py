@@ -1,14 +1,15 @@
-"""The ops behind `functional.linear_batch_norm` on CUDA: entries, fake implementations, autograd formulas.
+"""The ops behind `functional.linear_batch_norm`: entries, fake implementations, autograd formulas.
 
-Schemas and kernels are in csrc/ops. With u = input weight^T [M, N] (before bias and scale), z = scale * (u + bias), and
+Schemas and kernels are in csrc/ops. With u = input weight^T [M, N], z = scale * (u + bias), and
 y = activation(BatchNorm1d(z)): `stats` computes u and the statistics of a batch and updates the running buffers,
 `transform` makes y of them and carries the gradient of the whole layer, and `inference` does everything at once from
-running statistics. `split_matmul` and `transpose_fp32` are what float32 products of a Hopper GPU are made of in a
-backward; `split_fp32` is the first step of the former, for tests and measurements.
+running statistics. In float16 and bfloat16 u is rounded with the bias in it, and z = scale * u.
 
 The backward of training is `backward`, from y to u and the vectors, and two matrix products; that of eval is made of
 ATen operations, in float32 where the input is narrower. A backward that is itself differentiated (create_graph) goes
 through `cutlass_bn.reference` instead.
+
+`cutlass_bn.cpu` has the same functions for CPU tensors; `CPU` and `CUDA` are what eager calls take.
 """
 
 from __future__ import annotations
@@ -19,21 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from .. import _library, reference
-from .batch_norm import over_a_batch, without_wrapper
+from .. import _library, cpu, reference
+from .batch_norm import over_a_batch, takes_formula, wide_dtype, without_wrapper
+from .fp32_products import empty_padded, matmul, product_again
 
 ACTIVATION_CODES: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # csrc/common/activation.h
 _ACTIVATIONS = tuple(ACTIVATION_CODES)
-# How float32 products are made (csrc/linear_bn/dispatch.h): as torch.mm does, in TF32, or of three fp16 products.
-FP32_PRODUCTS = {"ieee": 0, "tf32": 1, "split": 2}
-# Where split_matmul is the faster one: M, N and K of at least the first, M * N of the second, M * N * K of the third.
-_SPLIT_SIZES = 512, 2**19, 2**28
-# Where TF32 products gain by a transpose: M * K * N of at least the first, and M * N of the second where k is adjacent
-# in neither operand; M and M * N of the others where it is in a.
-_TRANSPOSE_PRODUCTS, _TRANSPOSE_OUTPUTS = 2**31, 2**20
-_TRANSPOSE_ROWS, _TRANSPOSE_ROW_OUTPUTS = 8192, 2**23
 _ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda grad, v: grad,
     lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
@@ -55,14 +48,6 @@ if _library.library_is_loaded():
     inference = _ops.linear_batch_norm_inference.default
     # -> which kernels such a call takes: "fused: <tile>" or "portable: <reason>".
     plan = _ops.linear_batch_norm_plan.default
-    # -> fp16 planes [2, rows, k rounded up to 8] (high and low halves), int32 exponents and census [rows], of matrix
-    # or its transpose (csrc/linear_bn/split/split.h).
-    split_fp32 = _ops.split_fp32.default
-    # -> a @ b of float32 [M, K] and [K, N], each dense in rows or columns, always by the split GEMM; rows padded to 16
-    # bytes. Differentiable.
-    split_matmul = _ops.split_matmul.default
-    # -> float32 [M, N] with dense rows as [N, M], rows padded to 16 bytes. Not differentiable.
-    transpose_fp32 = _ops.transpose_fp32.default
 
 
 def _check_operands(input: Tensor, weight: Tensor) -> None:
@@ -75,15 +60,9 @@ def _check_operands(input: Tensor, weight: Tensor) -> None:
     torch._check(weight.dtype == input.dtype, lambda: f"weight: expected {input.dtype} like input, got {weight.dtype}")
 
 
-def _empty_padded(like: Tensor, m: int, n: int) -> Tensor:
-    """[m, n] of like's dtype, in rows of whole 16-byte vectors."""
-    vector = 16 // like.element_size()
-    return like.new_empty_strided((m, n), ((n + vector - 1) // vector * vector, 1))
-
-
 def _fake_stats(input: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _check_operands(input, weight)
-    u = _empty_padded(input, input.size(0), weight.size(0))
+    u = empty_padded(input, input.size(0), weight.size(0))
     return u, input.new_empty((3, weight.size(0)), dtype=torch.float32)
 
 
@@ -101,32 +80,17 @@ def _fake_backward(grad: Tensor, u: Tensor, *others: Any) -> tuple[Tensor, ...]:
         u.new_empty((0 if dtype is None else u.size(1),), dtype=dtype or torch.float32)
         for dtype in (scale_grad, gamma_grad, beta_grad)
     )
-    return _empty_padded(u, *u.shape) if u_grad else u.new_empty((0,)), *vectors
+    return empty_padded(u, *u.shape) if u_grad else u.new_empty((0,)), *vectors
 
 
-def _check_float32_matrix(matrix: Tensor, name: str) -> None:
-    torch._check(matrix.dim() == 2, lambda: f"{name}: expected 2 dimensions, got shape {list(matrix.shape)}")
-    torch._check(matrix.dtype == torch.float32, lambda: f"{name}: expected float32, got {matrix.dtype}")
+class Kernels(NamedTuple):
+    """What eager calls take of one device's implementation. The first three want no gradient recorded."""
 
-
-def _fake_split_fp32(matrix: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    _check_float32_matrix(matrix, "matrix")
-    k, rows = matrix.shape if transposed else matrix.shape[::-1]
-    planes = matrix.new_empty((2, rows, (k + 7) // 8 * 8), dtype=torch.float16)
-    exponents, census = (matrix.new_empty((rows,), dtype=torch.int32) for _ in range(2))
-    return planes, exponents, census
-
-
-def _fake_split_matmul(a: Tensor, b: Tensor) -> Tensor:
-    _check_float32_matrix(a, "a")
-    _check_float32_matrix(b, "b")
-    torch._check(a.size(1) == b.size(0), lambda: f"b: expected shape [{a.size(1)}, N], got {list(b.shape)}")
-    return _empty_padded(a, a.size(0), b.size(1))
-
-
-def _fake_transpose_fp32(matrix: Tensor) -> Tensor:
-    _check_float32_matrix(matrix, "matrix")
-    return _empty_padded(matrix, matrix.size(1), matrix.size(0))
+    stats: Callable[..., tuple[Tensor, Tensor]]
+    transform: Callable[..., Tensor]
+    inference: Callable[..., Tensor]
+    differentiable_transform: Callable[..., Tensor]
+    differentiable_inference: Callable[..., Tensor]
 
 
 class _Layer(NamedTuple):
@@ -149,57 +113,8 @@ class _Needs(NamedTuple):
     beta: bool
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _unit_strided(matrix: Tensor) -> Tensor:
-    """matrix, or a copy where neither its rows nor its columns are dense (those of an expanded tensor overlap)."""
-    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
-    if (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows):
-        return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)
-
-
-def _matmul(a: Tensor, b: Tensor, fp32_products: int) -> Tensor:
-    """a @ b, as precise as the products of the forward."""
-    if a.dtype == torch.float32 and _is_hopper(a.device):
-        if fp32_products == FP32_PRODUCTS["split"] and _is_large(a.size(0), a.size(1), b.size(1)):
-            return split_matmul(_unit_strided(a), _unit_strided(b)).contiguous()
-        if fp32_products == FP32_PRODUCTS["tf32"]:
-            return torch.mm(*_with_k_adjacent(a, b))
-    return a @ b
-
-
-def _with_k_adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b, one of them transposed in memory where cuBLAS's TF32 product gains more by it than that costs.
-
-    Tensor cores take TF32 with k adjacent in both operands alone. Where it is in neither, mending one gains the most,
-    and the smaller one costs less; where it is in a, b has to be small beside the product (docs/performance.md).
-    """
-    m, k, n = a.size(0), a.size(1), b.size(1)
-    if not _are_known(m * k * n >= _TRANSPOSE_PRODUCTS, b.stride(1) == 1):
-        return a, b
-    if _are_known(a.stride(0) == 1, m * n >= _TRANSPOSE_OUTPUTS):
-        return (transpose_fp32(a.t()), b) if _are_known(m < n) else (a, transpose_fp32(b).t())
-    if _are_known(a.stride(1) == 1, m * n >= _TRANSPOSE_ROW_OUTPUTS, m >= _TRANSPOSE_ROWS, m >= 2 * k):
-        return a, transpose_fp32(b).t()
-    return a, b
-
-
-def _are_known(*conditions: Any) -> bool:
-    """Whether all hold. False, too, where a size is not known while a graph is traced."""
-    return all(guard_or_false(condition) for condition in conditions)
-
-
-def _is_large(m: int, k: int, n: int) -> bool:
-    size, outputs, products = _SPLIT_SIZES
-    return _are_known(m >= size, k >= size, n >= size, m * n >= outputs, m * n * k >= products)
-
-
-def _or(vector: Tensor | None, absent: float) -> Tensor | float:
-    return absent if vector is None else vector.float()
+def _or(vector: Tensor | None, absent: float, dtype: torch.dtype) -> Tensor | float:
+    return absent if vector is None else vector.to(dtype)
 
 
 def _inference_gradients(
@@ -214,10 +129,11 @@ def _inference_gradients(
 ) -> list[Tensor | None]:
     """The gradients of y = activation(normalised * gamma + beta), where normalised = (z - mean) * invstd.
 
-    All float32 [M, N] or [N]. `unscaled` is dz/dscale: u + bias.
+    All float32 [M, N] or [N], or float64 where input is. `unscaled` is dz/dscale: u + bias.
     """
-    gamma, scale = _or(layer.gamma, 1.0), _or(layer.scale, 1.0)
-    dv = _ACTIVATION_BACKWARDS[activation](grad.float(), normalised * gamma + _or(layer.beta, 0.0))
+    wide = normalised.dtype
+    gamma, scale = _or(layer.gamma, 1.0, wide), _or(layer.scale, 1.0, wide)
+    dv = _ACTIVATION_BACKWARDS[activation](grad.to(wide), normalised * gamma + _or(layer.beta, 0.0, wide))
     dz = dv * (gamma * invstd)
     du = (dz * scale).to(layer.input.dtype)
 
@@ -236,8 +152,8 @@ def _inference_gradients(
 def _products(du: Tensor, layer: _Layer, needs: _Needs, fp32_products: int) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight."""
     # weight's first: it takes the larger workspace, beside which input's gradient needn't stand.
-    dweight = _matmul(du.t(), layer.input, fp32_products) if needs.weight else None
-    return _matmul(du, layer.weight, fp32_products) if needs.input else None, dweight
+    dweight = matmul(du.t(), layer.input, fp32_products) if needs.weight else None
+    return matmul(du, layer.weight, fp32_products) if needs.input else None, dweight
 
 
 def _differentiable_gradients(y: Tensor, grad: Tensor, layer: _Layer, needs: _Needs) -> list[Tensor | None]:
@@ -252,16 +168,17 @@ def _setup_transform(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.eps, ctx.activation, _, ctx.fp32_products = inputs[8:]
 
 
-def _transform_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _transform_backward(backward: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, u, stats = ctx.saved_tensors
     layer, needs = _Layer(*tensors), _Needs(*ctx.needs_input_grad[:6])
     _, _, bias, scale, gamma, beta = layer
-    if torch.is_grad_enabled():
-        y = reference.linear_batch_norm(
-            layer.input, layer.weight, bias, scale, None, None, None, gamma, beta, True, 0.0, ctx.eps,
-            _ACTIVATIONS[ctx.activation],
-        )  # fmt: skip
-        return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 6)
+    if takes_formula(grad):
+        with torch.enable_grad():
+            y = reference.linear_batch_norm(
+                layer.input, layer.weight, bias, scale, None, None, None, gamma, beta, True, 0.0, ctx.eps,
+                _ACTIVATIONS[ctx.activation],
+            )  # fmt: skip
+            return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 6)
     needs_du = needs.input or needs.weight
     du, *vectors = backward(
         grad, u, stats, scale, gamma, beta, ctx.eps, ctx.activation, needs_du,
@@ -296,26 +213,40 @@ def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )  # fmt: skip
         grads = _differentiable_gradients(y, grad, layer, needs)
     else:
-        u = _matmul(layer.input, layer.weight.t(), ctx.fp32_products).float()
-        b, s = _or(layer.bias, 0.0), _or(layer.scale, 1.0)
-        invstd = torch.rsqrt(running_var.float() + ctx.eps)
-        normalised = (s * u + (s * b - running_mean.float())) * invstd
+        wide = wide_dtype(layer.input)
+        b, s = _or(layer.bias, 0.0, wide), _or(layer.scale, 1.0, wide)
+        if layer.input.dtype in reference.HALVES:
+            b = 0.0  # it is in what was rounded
+        u = product_again(*layer[:3], ctx.fp32_products).to(wide)
+        invstd = torch.rsqrt(running_var.to(wide) + ctx.eps)
+        normalised = (s * u + (s * b - running_mean.to(wide))) * invstd
         codes = ctx.activation, ctx.fp32_products
         grads = _inference_gradients(grad, layer, needs, *codes, u + b, normalised, invstd)
     return (*grads[:4], None, None, *grads[4:], *[None] * 4)
 
 
-def _setup_split_matmul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    a, b = inputs
-    needs_da, needs_db = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(a if needs_db else None, b if needs_da else None)
+def _kernels(
+    stats: Callable[..., tuple[Tensor, Tensor]],
+    transform: Callable[..., Tensor],
+    backward: Callable[..., Any],
+    inference: Callable[..., Tensor],
+) -> Kernels:
+    of_transform = functools.partial(_transform_backward, backward)
+    return Kernels(
+        stats,
+        transform,
+        inference,
+        without_wrapper("LinearBatchNorm", transform, _setup_transform, of_transform),
+        without_wrapper("LinearBatchNorm", inference, _setup_inference, _inference_backward),
+    )
 
 
-def _split_matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """da = dc b^T, db = a^T dc. Differentiable as it stands."""
-    a, b = ctx.saved_tensors
-    grad = _unit_strided(grad)
-    return None if b is None else split_matmul(grad, b.t()), None if a is None else split_matmul(a.t(), grad)
+CPU = _kernels(
+    cpu.linear_batch_norm_stats,
+    cpu.linear_batch_norm_transform,
+    cpu.linear_batch_norm_backward,
+    cpu.linear_batch_norm_inference,
+)
 
 
 def _register() -> None:
@@ -324,26 +255,18 @@ def _register() -> None:
         ("linear_batch_norm_transform", _fake_output),
         ("linear_batch_norm_backward", _fake_backward),
         ("linear_batch_norm_inference", _fake_output),
-        ("split_fp32", _fake_split_fp32),
-        ("split_matmul", _fake_split_matmul),
-        ("transpose_fp32", _fake_transpose_fp32),
     ):
         torch.library.register_fake(f"cutlass_bn::{name}", fake)
     for name, formula, setup in (
-        ("linear_batch_norm_transform", _transform_backward, _setup_transform),
+        ("linear_batch_norm_transform", functools.partial(_transform_backward, backward), _setup_transform),
         ("linear_batch_norm_inference", _inference_backward, _setup_inference),
-        ("split_matmul", _split_matmul_backward, _setup_split_matmul),
     ):
         torch.library.register_autograd(f"cutlass_bn::{name}", formula, setup_context=setup)
-    for name, op in (
-        ("linear_batch_norm_backward", backward),
-        ("split_matmul", split_matmul),
-        ("transpose_fp32", transpose_fp32),
-    ):
+    for name, op in (("linear_batch_norm_backward", backward),):
         torch.library.register_vmap(f"cutlass_bn::{name}", over_a_batch(op))
 
 
 if _library.library_is_loaded():
+    CUDA = _kernels(stats, transform, backward, inference)
+    differentiable_transform, differentiable_inference = CUDA.differentiable_transform, CUDA.differentiable_inference
     _register()
-    differentiable_transform = without_wrapper("LinearBatchNorm", transform, _setup_transform, _transform_backward)
-    differentiable_inference = without_wrapper("LinearBatchNorm", inference, _setup_inference, _inference_backward)

@@ -1,0 +1,67 @@
+"""The map of batch normalisation, and its gradients, by PyTorch's kernels.
+
+They compute x * a + b, which cancels where a mean is large: then the mean is subtracted first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import Vector, converted, dense, is_within, laid_out_like, lies_near, per_channel, vector_dtype
+
+# x * a + b errs by 3 * 2^-24 for each deviation that the mean is away: here 3e-6. y may err by 1e-5.
+NEAR = 16.0
+# In units of the dtype's precision: what a mean's rounding has to take to be worth a pass over x.
+_LACKING = 8.0
+
+
+def batch_norm(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Vector, bias: Vector, eps: float, training: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's, of dense x: y; in training mean and invstd, too, and mean and var (unbiased) are written."""
+    dtype = vector_dtype(x.dtype)
+    vectors = (converted(vector, dtype) for vector in (weight, bias, mean, var))
+    weight, bias, mean, var = vectors
+    return torch.native_batch_norm(x, weight, bias, mean, var, training, 1.0, eps)
+
+
+def normalised(x: Tensor, mean: Tensor, lacks: Tensor, var: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
+    """y of dense x, exact, with a mean that `lacks` is to be added to. Of x's dtype or wider."""
+    if not lies_near(mean, converted(var, mean.dtype), NEAR, eps):
+        x, mean = x - per_channel(mean, x), lacks
+    return batch_norm(x, mean, var, weight, bias, eps)[0]
+
+
+def scaled(x: Tensor, gain: Tensor, mean: Vector = None, offset: Vector = None) -> Tensor:
+    """(x - mean) * gain + offset of dense x."""
+    one = torch.ones_like(gain)
+    return batch_norm(x, torch.zeros_like(gain) if mean is None else mean, one, gain, offset, 0.0)[0]
+
+
+def gradients(
+    dy: Tensor, input: Tensor, stats: Tensor, unit: Tensor, weight: Vector, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, Vector, Vector]:
+    """Of y = (x - mean) * unit * weight in training, where unit is invstd: dx of input's dtype (empty where not
+    wanted), sum(dy * (x - mean)) * unit and sum(dy)."""
+    x, (mean, lacks, _) = dense(input), stats
+    if x.numel() == 0:
+        return torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+    if not is_within(lacks * unit, _LACKING * torch.finfo(x.dtype).eps):
+        x, mean = x - per_channel(mean, x), lacks
+    x = x.to(torch.promote_types(x.dtype, dy.dtype))
+    weight, mean, unit = (converted(vector, vector_dtype(x.dtype)) for vector in (weight, mean, unit))
+    dy = laid_out_like(dy.to(x.dtype), x)
+    dx, dot, total = torch.ops.aten.native_batch_norm_backward(dy, x, weight, None, None, mean, unit, True, 0.0, wanted)
+    return dy.new_empty(0) if dx is None else dx.to(input.dtype), dot, total
+
+
+def channel_sum(grad: Tensor) -> Tensor:
+    return grad.sum([dim for dim in range(grad.dim()) if dim != 1], dtype=vector_dtype(grad.dtype))
+
+
+def given(gradient: Vector, dtype: torch.dtype | None, like: Tensor) -> Tensor:
+    """The gradient of a vector in the dtype asked for; None: an empty tensor."""
+    if gradient is None or dtype is None:
+        return like.new_empty(0, dtype=torch.float32)
+    return gradient.to(dtype)

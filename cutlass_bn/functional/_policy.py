@@ -1,0 +1,201 @@
+"""What both layers decide alike: which implementation runs, autocast, memory formats, and which counters the ops take.
+
+kernels     our CUDA kernels, as registered ops. `torch.compile` and the tracers get the op itself.
+cpu         `cutlass_bn.cpu`: eager calls with CPU tensors.
+torch       PyTorch's own functions (_aten.py), for graphs that shall run without us or had better have plain nodes: the
+            CPU under torch.compile, torch.export, torch.jit.trace, make_fx and fake tensors; ONNX; functionalize;
+            other devices; tensor subclasses.
+reference   `cutlass_bn.reference`: float64 on CUDA, the other transforms of torch.func, forward-mode differentiation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import reference
+from ..ops.fp32_products import FP32_PRODUCTS
+from ..reference import autocast_dtype
+
+Path = Literal["kernels", "cpu", "torch", "reference"]
+TRANSFORMED = "torch.func or forward-mode differentiation is active"
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_MODE_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PreDispatch)
+
+
+def choose(
+    input: Tensor,
+    dtype: torch.dtype,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *parameters: Tensor | None,
+) -> Path:
+    """What runs. dtype is that of the value which is normalised: input's, or the linear layer's product with scale."""
+    if input.is_cuda and reason_for_reference(input, running_mean, running_var, *parameters) is None:
+        return "kernels"
+    vectors = (running_mean, running_var, *parameters)
+    if is_transformed():
+        graph = not is_traced() and _is_functionalized()
+    else:
+        graph = is_traced() or not _is_plain(input)
+        if not graph and input.is_cpu and _cpu_takes(input.dtype, vectors):
+            return "cpu"
+    return "torch" if graph and _torch_takes(dtype, vectors) else "reference"
+
+
+def reason_for_reference(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *parameters: Tensor | None
+) -> str | None:
+    """Why the CUDA kernels don't take the call, or None where they do."""
+    if not input.is_cuda:
+        return f"the input is on {input.device.type}"
+    if input.dtype not in KERNEL_DTYPES:
+        return f"the input is {str(input.dtype).removeprefix('torch.')}"
+    for vector in (running_mean, running_var, *parameters):
+        if vector is not None and vector.dtype not in KERNEL_DTYPES:
+            return "a parameter or running statistic is not float32, float16 or bfloat16"
+    for buffer in (running_mean, running_var):
+        if buffer is not None and not buffer.is_contiguous():
+            return "the running statistics are not contiguous"
+    if type(input) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(input):
+        return "the input is a tensor subclass"
+    if is_transformed():
+        return TRANSFORMED
+    return "an ONNX graph is being made" if is_traced() and _is_for_onnx() else None
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work: for those the ops have no rules."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_traced() -> bool:
+    """Whether a graph is being made in which an op stands for itself: an autograd.Function can't."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
+@torch.compiler.assume_constant_result  # dynamo itself takes torch.onnx's answer for False
+def _is_for_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def _is_functionalized() -> bool:
+    """Whether torch.func.functionalize is among the active transforms."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack)
+
+
+def _is_plain(input: Tensor) -> bool:
+    """Whether input has values that may be looked at, and nothing watches which operations are done to it.
+
+    Otherwise it is a fake, meta or wrapped tensor, or a TorchDispatchMode (make_fx, FlopCounterMode) is active.
+    """
+    if type(input) not in _PLAIN_TYPES or not (input.is_cpu or input.is_cuda):
+        return False
+    return not any(map(torch._C._dispatch_tls_is_dispatch_key_included, _MODE_KEYS))
+
+
+def _torch_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
+    """Whether torch's batch norm takes vectors of these dtypes: all of dtype, or float32 beside a half."""
+    dtypes = [vector.dtype for vector in vectors if vector is not None]
+    in_float32 = dtype in reference.HALVES and all(other == torch.float32 for other in dtypes)
+    return in_float32 or all(other == dtype for other in dtypes)
+
+
+def _cpu_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
+    """Whether cutlass_bn.cpu keeps the precision of all vectors: beside float64 it computes in float64."""
+    for vector in vectors:
+        if vector is not None and vector.dtype != dtype and vector.dtype not in KERNEL_DTYPES:
+            return False
+    return True
+
+
+def plain_counter(
+    counter: Tensor | None, momentum: float | None, device: torch.device
+) -> tuple[Tensor | None, float | None]:
+    """(the counter that the ops take in place of counter, momentum): they take an int64 on input's device, or none.
+
+    After the call `settle_counter` brings counter up to date.
+    """
+    if counter is None or (counter.dtype == torch.int64 and counter.device == device):
+        return counter, momentum
+    if counter.device == device:
+        return counter.long(), momentum
+    return None, 1.0 / (float(counter) + 1.0) if momentum is None else momentum
+
+
+def settle_counter(counter: Tensor | None, plain: Tensor | None) -> None:
+    if counter is None or counter is plain:
+        return
+    if plain is None:
+        counter.add_(1)
+    else:
+        counter.copy_(plain)
+
+
+def contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+def memory_format(input: Tensor) -> torch.memory_format:
+    """The one that torch's batch norm gives its output: at::Tensor::suggest_memory_format."""
+    dims = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(input.dim())
+    if dims is None or input.stride(1) == 0:
+        return torch.contiguous_format
+    least = 0
+    for dim in dims:
+        size, stride = input.size(dim), input.stride(dim)
+        # The last condition: of sizes of 1 alone, whose strides say nothing.
+        if size == 0 or stride < least or (dim == 0 and least == input.stride(1)):
+            return torch.contiguous_format
+        least = stride * size
+    return torch.channels_last if input.dim() == 4 else torch.channels_last_3d
+
+
+def is_channels_last(input: Tensor) -> bool:
+    """Whether the kernels take an input that is not contiguous, or the dense copy that they get, as channels_last."""
+    return memory_format(input) != torch.contiguous_format
+
+
+def is_dense(input: Tensor) -> bool:
+    """Whether the kernels take input as it lies, and not a copy."""
+    return input.is_contiguous() or input.is_contiguous(memory_format=memory_format(input))
+
+
+def dense(input: Tensor) -> Tensor:
+    """input itself where the kernels take it, else a copy, in the memory format that torch gives the output."""
+    if input.dim() == 4:
+        _, channels, height, width = input.shape
+        if input.stride() == (height * width * channels, 1, width * channels, channels):
+            return input  # the usual channels_last, for which memory_format would take longer
+    return input.contiguous(memory_format=memory_format(input))
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    return tensor.to(autocast_dtype(tensor))
+
+
+def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
+    """Of y: that of linear's output, torch.autocast considered, promoted with scale's."""
+    dtype = autocast_dtype(x)
+    return dtype if scale is None or scale.dtype == dtype else torch.promote_types(dtype, scale.dtype)
+
+
+def fp32_products(input: Tensor, ieee_fp32: bool) -> int:
+    """The code of how products of input are made. Of no effect, and always the same, where input is not float32."""
+    if input.dtype != torch.float32:
+        return FP32_PRODUCTS["ieee"]
+    if tf32_is_allowed():
+        return FP32_PRODUCTS["tf32"]
+    return FP32_PRODUCTS["ieee" if ieee_fp32 else "split"]
+
+
+@torch.compiler.assume_constant_result
+def tf32_is_allowed() -> bool:
+    """PyTorch's own switch for float32 matrix products on CUDA. Compiled code is guarded on it by dynamo."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
