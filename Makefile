@@ -2,7 +2,7 @@
 # where there is a GPU, and for that GPU alone. gpu-check, gpu-status and gpu-sanitize use the Python
 # at hand ($(PYTHON)) and the library that is there, and need no network, no git and no .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test build lint format wheel gpu-check gpu-status gpu-sanitize clean
+.PHONY: help demo test build lint format docs wheel gpu-check gpu-status gpu-sanitize clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 CUTLASS_BN_ARCHITECTURES ?=
 DEMO_LOG := build/demo.log
 
-demo test build lint format wheel: export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+demo test build lint format docs wheel: export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # As 90, of the first GPU; empty without one.
 GPU = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 2>/dev/null \
@@ -55,6 +55,9 @@ format: $(VENV)/.ready ## Formats Python, C++ and CUDA in place
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(CXX_SOURCES)
+
+docs: $(VENV)/.ready ## docs/api.md, from the docstrings
+	python tools/api_page.py
 
 wheel: $(VENV)/.ready ## A wheel, into dist/
 	python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
