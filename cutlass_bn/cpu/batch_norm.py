@@ -75,10 +75,14 @@ def batch_norm_inference_backward(
     if input_grad and running_var is not None:
         dy = dense(grad) if input is None else laid_out_like(grad, dense(input))
         zero = torch.zeros_like(running_var)
-        dx = batch_norm(dy, zero, running_var, weight, None, eps)[0] if dy.numel() else torch.empty_like(dy)
+        dx = torch.empty_like(dy)
+        if dy.numel():
+            dx = laid_out_like(batch_norm(dy, zero, running_var, weight, None, eps)[0], dy)
     if weight_grad and input is not None and running_mean is not None and running_var is not None:
         stats = stats_of(running_mean.double(), running_var.double(), eps, vector_dtype(input.dtype))
-        _, dot, total = gradients(grad, input, stats, stats[2], None, (False, True, bias_grad is not None))
+        _, dot, total = gradients(
+            grad, input, stats, stats[2], None, (False, True, bias_grad is not None), of_batch=False
+        )
     elif bias_grad is not None:
         total = channel_sum(grad)
     return dx, given(dot, weight_grad, grad), given(total, bias_grad, grad)

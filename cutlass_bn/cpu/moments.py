@@ -17,8 +17,7 @@ from .common import Vector, lies_near, per_channel, vector_dtype
 # How many float32 are added up one by one: that errs by 32 * 2^-24 (measured, the worst constant),
 # 8e-6 deviations where the mean is 4 of them away from zero. y may err by 1e-5.
 _VALUES, _REACH = 128, 4.0
-# Of each thread, in a call: with as many means and the values themselves they fit in 32 KiB.
-_SUMS_IN_CACHE = 2048
+_CACHED = 8192  # float32 of a first-level cache
 # Sums in double are rounded once, by 2^-25 of the mean. The square of that is 1e-9 of the variance
 # here, and 1e-7 at a mean of 1e4.
 _REACH_IN_DOUBLE = 1024.0
@@ -64,6 +63,19 @@ class Sums(NamedTuple):
     def reach_to(self, mean: Tensor, var: Tensor) -> bool:
         return lies_near(mean, var, self.reach)
 
+    def calls(self, arrays: int) -> tuple[list[tuple[int, int, int]], int]:
+        """(first sample, length, groups) of exact calls, and how many samples the last one is to take alone.
+
+        Groups of samples become channels of their own, as many in a call as the cache holds `arrays` sums of. A thread
+        takes some samples of each group, so with more of them a call has to have more groups.
+        """
+        n, length = self.samples, self.length
+        length = next((part for part in range(length, length // 2, -1) if n % part == 0), length)
+        groups = n // length
+        step = max(1, _CACHED // arrays * torch.get_num_threads() // self.x.size(1))
+        firsts = range(0, groups, step)
+        return [(first * length, length, min(step, groups - first)) for first in firsts], n % length
+
     def part(self, start: int, length: int, groups: int) -> Tensor:
         """length * groups samples from `start` on, each group of which becomes channels of its own."""
         channels, area = groups * self.x.size(1), self.area
@@ -93,15 +105,9 @@ def _measure(sums: Sums) -> tuple[Tensor, Tensor]:
     """Mean and biased variance."""
     if sums.are_short():
         return _of_one_call(sums.x)
-    n, c, length = sums.samples, sums.x.size(1), sums.length
-    length = next((part for part in range(length, length // 2, -1) if n % part == 0), length)
-    groups, rest = divmod(n, length)
-    # Groups of samples become channels of their own, as many in a call as the cache holds sums of.
-    # A thread takes some samples of each group, so with more of them a call has to have more groups.
-    step = max(1, _SUMS_IN_CACHE * torch.get_num_threads() // c)
-    found = [
-        _of_one_call(sums.part(first * length, length, min(step, groups - first))) for first in range(0, groups, step)
-    ]
+    calls, rest = sums.calls(arrays=4)  # of sums, means, values, and room
+    found = [_of_one_call(sums.part(*call)) for call in calls]
+    n, c = sums.samples, sums.x.size(1)
     means, variances = (torch.cat(parts).view(-1, c) for parts in zip(*found, strict=True))
     mean = means.mean(0)
     var = variances.add_(means.sub_(mean).square_()).mean(0)
