@@ -5,23 +5,16 @@ They compute x * a + b, which cancels where a mean is large: then the mean is su
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .common import Vector, converted, dense, is_within, laid_out_like, lies_near, per_channel, times, vector_dtype
-from .moments import Sums
+from .common import Vector, converted, dense, is_within, laid_out_like, lies_near, per_channel, vector_dtype
 from .moments import Sums, moments
 
 # x * a + b errs by 3 * 2^-24 for each deviation that the mean is away: here 3e-6. y may err by 1e-5.
 NEAR = 16.0
 # In units of the dtype's precision: what a mean's rounding has to take to be worth a pass over x.
 _LACKING = 8.0
-# The same for the part of dx that is linear in x, which is no larger than dy: an error of 12 * 2^-24 of it.
-_NEAR_IN_GRADIENT = 4.0
-# Of the largest sum. Random errors stay below 2^-18, beyond are sums of many like terms.
-_ALIKE = 2.0**-16
 
 
 def batch_norm(
@@ -48,69 +41,46 @@ def scaled(x: Tensor, gain: Tensor, mean: Vector = None, offset: Vector = None) 
 
 
 def gradients(
-    dy: Tensor, input: Tensor, stats: Tensor, unit: Tensor, weight: Vector, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor, Vector, Vector]:
+    dy: Tensor, input: Tensor, stats: Tensor, unit: Tensor, weight: Vector, wanted: tuple[bool, bool, bool],
+    of_batch: bool = True,
+) -> tuple[Tensor, Vector, Vector]:  # fmt: skip
     """Of y = (x - mean) * unit * weight in training, where unit is invstd: dx of input's dtype (empty where not
-    wanted), sum(dy * (x - mean)) * unit and sum(dy)."""
+    wanted), sum(dy * (x - mean)) * unit and sum(dy). of_batch: the mean is that of x.
+
+    PyTorch's kernel adds up float32 one by one, and half precision too: dy is centred where that would lose its part
+    that the normalisation lets through.
+    """
     x, (mean, lacks, _) = dense(input), stats
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+    values = x.numel() // x.size(1)
+    dtype = torch.promote_types(vector_dtype(x.dtype), dy.dtype)
+    off_centre = lacks  # the mean of x - mean
     if not is_within(lacks * unit, _LACKING * torch.finfo(x.dtype).eps):
-        x, mean = x - per_channel(mean, x), lacks
-    x = x.to(torch.promote_types(x.dtype, dy.dtype))
-    weight, mean, unit = (converted(vector, vector_dtype(x.dtype)) for vector in (weight, mean, unit))
-    dy = laid_out_like(dy.to(x.dtype), x)
-    sums = Sums.of(x)
-    if sums.are_short():
-        dx, dot, total = _gradients(dy, x, weight, mean, unit, wanted)
-        if sums.area > 1 and wanted[2]:  # in planes the sum of each is not in double
-            total = channel_sum(dy)
-        return dy.new_empty(0) if dx is None else dx.to(input.dtype), dot, total
-    dot, total = _short_sums(dy, sums, mean)
-    dot = dot * unit
-    dx = dy.new_empty(0)
-    if wanted[0] and x.dtype != torch.float32:
-        dx, its_dot, its_total = _gradients(dy, x, weight, mean, unit, (True, True, True))
-        if not (_is_alike(its_dot, dot) and _is_alike(its_total, total)):
-            dx = _from_sums(dy.float(), x.float(), weight, mean, unit, dot, total)
-    elif wanted[0]:
-        dx = _from_sums(dy, x, weight, mean, unit, dot, total)
-    return dx.to(input.dtype), dot, total
+        x, mean, off_centre = x - per_channel(mean, x), lacks, torch.zeros_like(lacks)
+    x = x.to(dtype)
+    dy = laid_out_like(dy.to(dtype), x)
+    centre = _centre(dy)
+    if centre is None:
+        centre = torch.zeros_like(unit, dtype=torch.float64)
+    else:
+        dy, centre = dy - per_channel(centre, dy), centre.double()
+        if not of_batch:
+            off_centre = moments(x, Sums.of(x)).mean_of_x() - mean
+    vectors = (converted(vector, dtype) for vector in (weight, None, None, mean, unit))
+    dx, dot, total = torch.ops.aten.native_batch_norm_backward(dy, x, *vectors, True, 0.0, wanted)
+    dx = dy.new_empty(0) if dx is None else laid_out_like(dx.to(input.dtype), dense(input))
+    dot = None if dot is None else dot + centre * (off_centre * values) * unit
+    return dx, dot, None if total is None else total + centre * values
 
 
-def _gradients(
-    dy: Tensor, x: Tensor, weight: Vector, mean: Tensor, unit: Tensor, wanted: tuple[bool, bool, bool]
-) -> tuple[Any, Any, Any]:
-    """PyTorch's, None where not wanted. Its sums, also those in dx, are of float32 one by one but for planes."""
-    return torch.ops.aten.native_batch_norm_backward(dy, x, weight, None, None, mean, unit, True, 0.0, wanted)
-
-
-def _short_sums(dy: Tensor, sums: Sums, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """sum(dy * (x - mean)) and sum(dy), of few at a time."""
-    calls, rest = sums.calls(arrays=8)  # of both sums, means, invstd, weights and values
-    if rest:
-        calls.append((sums.samples - rest, rest, 1))
-    found, of_dy = [], sums._replace(x=dy)
-    for call in calls:
-        means = mean.repeat(call[2])
-        one = torch.ones_like(means)
-        found.append(_gradients(of_dy.part(*call), sums.part(*call), None, means, one, (False, True, True))[1:])
-    dot, total = (torch.cat(parts).view(-1, mean.numel()).sum(0) for parts in zip(*found, strict=True))
-    return dot, total
-
-
-def _from_sums(dy: Tensor, x: Tensor, weight: Vector, mean: Tensor, unit: Tensor, dot: Tensor, total: Tensor) -> Tensor:
-    """dx = (dy - total / n - (x - mean) * unit * dot / n) * unit * weight, for dense float32."""
-    if not is_within(mean * unit, _NEAR_IN_GRADIENT):
-        x, mean = x - per_channel(mean, x), torch.zeros_like(mean)
-    n, gain = x.numel() // x.size(1), times(unit, weight)
-    slope = unit * dot / n
-    return scaled(x, -slope * gain, offset=(mean * slope - total / n) * gain).addcmul_(dy, per_channel(gain, x))
-
-
-def _is_alike(sums: Tensor, exact: Tensor) -> bool:
-    """Whether PyTorch's sums are good enough for a dx of half precision."""
-    return is_within(sums - exact, _ALIKE * exact.abs().amax().item())
+def _centre(dy: Tensor) -> Vector:
+    """[C] to take from dy, or None where its means are within a deviation of zero, as a few samples show."""
+    samples = dy[:: max(1, dy.size(0) // 8)].reshape(-1, dy.size(1), dy[0, 0].numel())
+    samples = samples[..., :: max(1, samples.size(2) // 16)]
+    var, mean = torch.var_mean(samples, (0, 2), correction=0)
+    far = (mean.square() > var) & mean.isfinite()  # what isn't finite has no say
+    return torch.where(far, mean, 0.0) if far.any() else None
 
 
 def channel_sum(grad: Tensor) -> Tensor:
