@@ -54,12 +54,9 @@ def gradients(
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
     values = x.numel() // x.size(1)
-    dtype = torch.promote_types(vector_dtype(x.dtype), dy.dtype)
     off_centre = lacks  # the mean of x - mean
     if not is_within(lacks * unit, _LACKING * torch.finfo(x.dtype).eps):
         x, mean, off_centre = x - per_channel(mean, x), lacks, torch.zeros_like(lacks)
-    x = x.to(dtype)
-    dy = laid_out_like(dy.to(dtype), x)
     centre = _centre(dy)
     if centre is None:
         centre = torch.zeros_like(unit, dtype=torch.float64)
@@ -67,7 +64,10 @@ def gradients(
         dy, centre = dy - per_channel(centre, dy), centre.double()
         if not of_batch:
             off_centre = moments(x, Sums.of(x)).mean_of_x() - mean
-    vectors = (converted(vector, dtype) for vector in (weight, None, None, mean, unit))
+    dtype = torch.promote_types(x.dtype, dy.dtype)
+    x = x.to(dtype)
+    dy = laid_out_like(dy.to(dtype), x)
+    vectors = (converted(vector, vector_dtype(dtype)) for vector in (weight, None, None, mean, unit))
     dx, dot, total = torch.ops.aten.native_batch_norm_backward(dy, x, *vectors, True, 0.0, wanted)
     dx = dy.new_empty(0) if dx is None else laid_out_like(dx.to(input.dtype), dense(input))
     dot = None if dot is None else dot + centre * (off_centre * values) * unit
@@ -78,7 +78,7 @@ def _centre(dy: Tensor) -> Vector:
     """[C] to take from dy, or None where its means are within a deviation of zero, as a few samples show."""
     samples = dy[:: max(1, dy.size(0) // 8)].reshape(-1, dy.size(1), dy[0, 0].numel())
     samples = samples[..., :: max(1, samples.size(2) // 16)]
-    var, mean = torch.var_mean(samples, (0, 2), correction=0)
+    var, mean = torch.var_mean(samples.to(vector_dtype(dy.dtype)), (0, 2), correction=0)
     far = (mean.square() > var) & mean.isfinite()  # what isn't finite has no say
     return torch.where(far, mean, 0.0) if far.any() else None
 
