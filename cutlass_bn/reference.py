@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+from ._activations import ACTIVATIONS
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -100,7 +101,7 @@ def linear_batch_norm(
         centred, var_z = wide * gain + (offset * gain - running_mean.double()), running_var.double()
     invstd = torch.rsqrt(var_z + eps)
     gain = invstd if gamma is None else invstd * gamma.double()
-    return ACTIVATIONS[activation](_scale_and_shift(centred, gain, beta, [1, -1])).to(dtype)
+    return ACTIVATIONS[activation].forward(_scale_and_shift(centred, gain, beta, [1, -1])).to(dtype)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from cutlass_bn import functional
 
-ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "leaky_relu": F.leaky_relu,
+}
 EPS = 1e-5
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 hopper = pytest.mark.skipif(

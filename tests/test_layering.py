@@ -21,7 +21,19 @@ CSRC_LAYERS = {
     "ops": {"common", "batch_norm", "linear_bn", "ops"},
 }
 # Modules of cutlass_bn from the lowest layer up: each may import only from those before it and from itself.
-PYTHON_LAYERS = ["_version", "_library", "reference", "cpu", "ops", "functional", "modules", "_explain"]
+PYTHON_LAYERS = [
+    "_version",
+    "_library",
+    "_activations",
+    "reference",
+    "cpu",
+    "ops",
+    "functional",
+    "modules",
+    "convert",
+    "_explain",
+    "backend",
+]
 MAX_LINES = 400
 
 

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from linear_cases import ACTIVATIONS, BF16, EPS, FP16, Case, assert_no_worse, make_layer, max_error
 from torch import Tensor
 
+from cutlass_bn._activations import CODES
 from cutlass_bn.ops import linear_batch_norm as ops
 
 pytestmark = pytest.mark.gpu
 
 F32 = torch.float32
-CODES = ops.ACTIVATION_CODES
+
 NAMES = ("u", "scale", "gamma", "beta")
 
 

@@ -9,14 +9,13 @@ import itertools
 
 import pytest
 import torch
-from linear_cases import BF16, EPS, Case, make_layer, max_error, oracle
+from linear_cases import ACTIVATIONS, BF16, EPS, Case, make_layer, max_error, oracle
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_bn
 from cutlass_bn import functional
 from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as ops
-from cutlass_bn.reference import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
 CASE = Case(20, 11, 8, "odd N: u has padded rows", activation="gelu")

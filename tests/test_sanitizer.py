@@ -29,6 +29,7 @@ from linear_cases import oracle as linear_oracle
 from split_cases import excess, left_to_exact_kernel, normal, spanning, split_reference
 
 from cutlass_bn import BatchNorm2d, explain
+from cutlass_bn._activations import CODES
 from cutlass_bn.functional import batch_norm, linear_batch_norm
 from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as linear_ops
@@ -158,7 +159,7 @@ def test_linear_batch_norm_backward(case):
     """From y to u, without the products."""
     layer, dy = make_layer(case, "cuda"), torch.randn(case.m, case.n)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
-    code = linear_ops.ACTIVATION_CODES[case.activation]
+    code = CODES[case.activation]
     u, stats = linear_ops.stats(x, w, b, s, mean, var, layer.num_batches_tracked, 0.1, EPS, int(case.tf32))
     for grad_dtype in {F32, case.dtype}:
         grad = dy.to(grad_dtype)

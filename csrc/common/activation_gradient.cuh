@@ -28,8 +28,8 @@ __device__ __forceinline__ float silu_derivative(float v) {
   return sigmoid * fmaf(v, 1.f - sigmoid, 1.f);
 }
 
-// dy * act'(v). As in torch, relu passes nothing on at 0, and whatever comes, Inf and NaN too,
-// where v is NaN.
+// dy * act'(v). As in torch, at 0 relu passes nothing on and leaky_relu its slope; relu passes
+// whatever comes, Inf and NaN too, where v is NaN.
 template <Activation kActivation>
 __device__ __forceinline__ float activation_gradient(float dy, float v) {
   if constexpr (kActivation == Activation::kRelu) {
@@ -38,6 +38,8 @@ __device__ __forceinline__ float activation_gradient(float dy, float v) {
     return dy * gelu_derivative(v);
   } else if constexpr (kActivation == Activation::kSilu) {
     return dy * silu_derivative(v);
+  } else if constexpr (kActivation == Activation::kLeakyRelu) {
+    return v > 0.f ? dy : dy * kLeakySlope;
   } else {
     return dy;
   }
@@ -53,6 +55,8 @@ void dispatch_activation(Activation activation, Body&& body) {
     case Activation::kRelu: return body(std::integral_constant<Activation, Activation::kRelu>{});
     case Activation::kGelu: return body(std::integral_constant<Activation, Activation::kGelu>{});
     case Activation::kSilu: return body(std::integral_constant<Activation, Activation::kSilu>{});
+    case Activation::kLeakyRelu:
+      return body(std::integral_constant<Activation, Activation::kLeakyRelu>{});
   }
   fail("unknown activation code ", static_cast<int>(activation));
 }

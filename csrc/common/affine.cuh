@@ -61,6 +61,9 @@ __device__ __forceinline__ void activate_all(float (&v)[N], Activation activatio
     case Activation::kRelu: apply([](float x) { return activate(x, Activation::kRelu); }); break;
     case Activation::kGelu: apply([](float x) { return activate(x, Activation::kGelu); }); break;
     case Activation::kSilu: apply([](float x) { return activate(x, Activation::kSilu); }); break;
+    case Activation::kLeakyRelu:
+      apply([](float x) { return activate(x, Activation::kLeakyRelu); });
+      break;
     default: break;
   }
 }

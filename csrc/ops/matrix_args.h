@@ -11,8 +11,8 @@ inline linear_bn::MatrixView view_of(Tensor const& t) {
 }
 
 inline Activation activation_of(int64_t code) {
-  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::kSilu),
-                   "activation: expected 0 (none), 1 (relu), 2 (gelu) or 3 (silu), got ", code);
+  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::kLeakyRelu),
+                   "activation: expected 0 (none), 1 (relu), 2 (gelu), 3 (silu) or 4 (leaky_relu), got ", code);
   return static_cast<Activation>(code);
 }
 

@@ -6,32 +6,17 @@ the mean of u, what its rounding lacks, and invstd of scale * u. fp32_products s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from .._activations import ACTIVATIONS, NAMES
 from .common import Dtype, Vector, is_within, times, vector_dtype
 from .moments import Sums, count, moments, stats_of, stats_of_nothing, update_running
 from .transform import NEAR, given, gradients, scaled
 
-_aten = torch.ops.aten
-# By the codes of csrc/common/activation.h.
-_IN_PLACE: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda v: v,
-    torch.relu_,
-    _aten.gelu_,
-    lambda v: F.silu(v, inplace=True),
-)
-_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    lambda dy, v: dy,
-    lambda dy, v: _aten.threshold_backward(dy, v, 0.0),
-    _aten.gelu_backward,
-    _aten.silu_backward,
-)
-_IS_CURVED = (False, False, True, True)  # then taken of float32, before half precision rounds
+_BY_CODE = tuple(ACTIVATIONS.values())
 
 
 def linear_batch_norm_stats(
@@ -58,7 +43,7 @@ def linear_batch_norm_transform(
     u: Tensor, stats: Tensor, eps: float, activation: int, dtype: torch.dtype, fp32_products: int,
 ) -> Tensor:  # fmt: skip
     """-> y [M, N] of `dtype`. input, weight, bias and eps are there for the gradients alone."""
-    return _IN_PLACE[activation](_argument(u, stats, scale, gamma, beta, activation, dtype)).to(dtype)
+    return _BY_CODE[activation].in_place(_argument(u, stats, scale, gamma, beta, activation, dtype)).to(dtype)
 
 
 def linear_batch_norm_backward(
@@ -68,7 +53,7 @@ def linear_batch_norm_backward(
     """-> the gradients of u, scale, gamma and beta."""
     if activation:
         v = _argument(u, stats, scale, gamma, beta, activation, grad.dtype)
-        grad = _BACKWARDS[activation](grad.to(v.dtype), v)
+        grad = _BY_CODE[activation].backward(grad.to(v.dtype), v)
     invstd = stats[2].double()
     k, one = times(invstd, scale), torch.ones_like(invstd)
     of_sum = scale_grad is not None or gamma_grad is not None
@@ -92,7 +77,7 @@ def linear_batch_norm_inference(
 ) -> Tensor:  # fmt: skip
     """-> y [M, N] of `dtype`, normalised by the running statistics."""
     if eps == 0.0 and not running_var.all().item():  # PyTorch's kernel multiplies infinity out
-        name = list(reference.ACTIVATIONS)[activation]
+        name = NAMES[activation]
         vectors = scale, running_mean, running_var, None, gamma, beta
         return reference.linear_batch_norm(input, weight, bias, *vectors, False, 0.0, eps, name).to(dtype)
     u, bias = _product(input, weight, bias)
@@ -108,7 +93,7 @@ def linear_batch_norm_inference(
         centre = mean if scale is None else (mean / scale).nan_to_num_(0.0, 0.0, 0.0)
         centre = centre.to(vector_dtype(u.dtype)).nan_to_num_(0.0, 0.0, 0.0)  # none at a scale of 0
         u, offset = u - centre, offset + centre * gain
-    return _IN_PLACE[activation](scaled(u, gain, offset=offset)).to(dtype)
+    return _BY_CODE[activation].in_place(scaled(u, gain, offset=offset)).to(dtype)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Vector) -> tuple[Tensor, Vector]:
@@ -120,7 +105,7 @@ def _product(input: Tensor, weight: Tensor, bias: Vector) -> tuple[Tensor, Vecto
 
 def _computed(u: Tensor, activation: int, dtype: torch.dtype) -> Tensor:
     """u in the dtype to compute a y of `dtype` in."""
-    return u.to(torch.promote_types(vector_dtype(dtype) if _IS_CURVED[activation] else dtype, u.dtype))
+    return u.to(torch.promote_types(vector_dtype(dtype) if _BY_CODE[activation].is_curved else dtype, u.dtype))
 
 
 def _argument(

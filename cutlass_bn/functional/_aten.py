@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference import ACTIVATIONS
+from .._activations import ACTIVATIONS
 
 
 def batch_norm(
@@ -58,4 +58,4 @@ def linear_batch_norm(
     if scale is not None:
         z = z * scale
     y = batch_norm(z, running_mean, running_var, num_batches_tracked, gamma, beta, training, momentum, eps)
-    return ACTIVATIONS[activation](y)
+    return ACTIVATIONS[activation].forward(y)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._activations import ACTIVATIONS, check_activation
 from .._library import require
 from ..ops import batch_norm as ops
 from . import _aten
@@ -25,26 +26,33 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`: y = (x - mean) / sqrt(var + eps) * weight + bias over dim 1 of input.
+    """`torch.nn.functional.batch_norm`, y = (x - mean) / sqrt(var + eps) * weight + bias over dim 1 of input, and what
+    follows it: activation(y + residual).
 
     Args:
         input: float32, float16, bfloat16 or float64, [N, C, ...].
         running_mean, running_var: [C], or both None in training. Updated in place in training.
         weight, bias: [C], or None for 1 and 0.
         training: normalise with the statistics of input instead of the running ones.
+        activation: None, "relu", "leaky_relu" (slope 0.01), "gelu" (the erf form) or "silu".
+        residual: of input's shape and dtype (autocast casts it), in any layout.
 
     Returns:
         y, with input's shape and dtype, and the strides that torch's own function gives it.
 
     Raises:
-        ValueError: one value per channel in training; eps not positive in training, or negative; only one of the
-            running statistics in training, or running_mean alone.
+        ValueError: an unknown activation; one value per channel in training; eps not positive in training, or
+            negative; only one of the running statistics in training, or running_mean alone.
         RuntimeError: fewer than 2 dimensions; a tensor of the wrong size or device; no running_mean in evaluation mode;
             a CUDA input without the compiled library.
         NotImplementedError: an input of another dtype.
     """
-    return batch_norm_with_counter(input, running_mean, running_var, weight, bias, training, momentum, eps, None)
+    vectors = running_mean, running_var, weight, bias
+    return batch_norm_with_counter(input, *vectors, training, momentum, eps, None, activation, residual)
 
 
 def batch_norm_with_counter(
@@ -57,8 +65,18 @@ def batch_norm_with_counter(
     momentum: float | None,
     eps: float,
     num_batches_tracked: Tensor | None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`batch_norm` that also counts the batch in training. momentum None: cumulative average over the counter."""
+    if activation is not None or residual is not None:
+        check_activation(activation)
+        if residual is not None:
+            residual = _check_residual(residual, input)
+        y = batch_norm_with_counter(
+            input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
+        )
+        return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
     if input.dim() < 2:
         raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
     if training:
@@ -110,6 +128,21 @@ def batch_norm_with_counter(
         return kernels.differentiable_inference(input, *statistics, weight, bias, eps)
     with _below_autograd():
         return kernels.inference(input, *statistics, weight, bias, eps)
+
+
+def _check_residual(residual: Tensor, input: Tensor) -> Tensor:
+    """residual in the dtype that it is added in."""
+    if residual.shape != input.shape:
+        expected, shape = list(input.shape), list(residual.shape)
+        raise RuntimeError(f"residual: expected shape {expected} like input, got {shape}")
+    if residual.device != input.device:
+        here, there = input.device, residual.device
+        raise RuntimeError(f"residual: expected a tensor on {here} like input, got one on {there}")
+    if residual.dtype == input.dtype:
+        return residual
+    if not torch.is_autocast_enabled(input.device.type):
+        raise RuntimeError(f"residual: expected {input.dtype} like input, got {residual.dtype}")
+    return residual.to(input.dtype)
 
 
 def _check(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, reference
+from .._activations import CODES, check_activation
 from ..ops import linear_batch_norm as ops
 from ..ops.batch_norm import below_autograd as _below_autograd
 from ..reference import autocast_dtype
@@ -45,7 +46,7 @@ def linear_batch_norm(
         momentum: weight of the batch in the running statistics; None: 1 / num_batches_tracked, a cumulative average, or
             0 without that counter.
         eps: added to the variance.
-        activation: None, "relu", "gelu" (the erf form) or "silu".
+        activation: None, "relu", "leaky_relu" (slope 0.01), "gelu" (the erf form) or "silu".
         num_batches_tracked: one number, incremented in training; of any dtype, and on any device.
         ieee_fp32: make float32 products by cuBLAS SGEMM. Otherwise they are made, on a Hopper GPU, where that is faster
             and K is at least 64, by an emulation of fp32 by three fp16 products on the tensor cores. It is
@@ -83,7 +84,7 @@ def linear_batch_norm(
     if torch.is_autocast_enabled("cpu" if path == "cpu" else "cuda"):
         input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
     bias, scale, gamma, beta = contiguous(bias), contiguous(scale), contiguous(gamma), contiguous(beta)
-    code, products = ops.ACTIVATION_CODES[activation], fp32_products(input, ieee_fp32)
+    code, products = CODES[activation], fp32_products(input, ieee_fp32)
     traced = path == "kernels" and is_traced()
     wants_grad = _wants_grad(input, weight, bias, scale, gamma, beta)
     if not of_batch:
@@ -124,8 +125,7 @@ def _check(
     eps: float,
     activation: str | None,
 ) -> None:
-    if activation not in ops.ACTIVATION_CODES:
-        raise ValueError(f"activation: expected None, 'relu', 'gelu' or 'silu', got {activation!r}")
+    check_activation(activation)
     if input.dim() != 2:
         raise ValueError(f"expected 2D input (got {input.dim()}D input)")
     if not input.is_floating_point():

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .. import functional, reference
+from .. import functional
+from .._activations import ACTIVATIONS, check_activation
 from ._leaf import Leaf
 from ._subclass import PLAIN, why_not_plain
 
@@ -26,7 +27,7 @@ class LinearBatchNorm1d(nn.Module, Leaf):
     Args:
         in_features, out_features, bias: as nn.Linear.
         scale: multiply Linear's output by a parameter, initialised with torch.randn(out_features).
-        activation: None, "relu", "gelu" (the erf form) or "silu".
+        activation: None, "relu", "leaky_relu" (slope 0.01), "gelu" (the erf form) or "silu".
         eps, momentum, affine, track_running_stats: as nn.BatchNorm1d.
         device, dtype: of the parameters.
         ieee_fp32: as in functional.linear_batch_norm, kept in the attribute of that name: float32 products by cuBLAS
@@ -58,8 +59,7 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         ieee_fp32: bool = False,
     ) -> None:
         super().__init__()
-        if activation not in reference.ACTIVATIONS:
-            raise ValueError(f"activation: expected None, 'relu', 'gelu' or 'silu', got {activation!r}")
+        check_activation(activation)
         self.gemm = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         values = torch.randn(out_features, device=device, dtype=dtype) if scale else None
         self.register_parameter("scale", None if values is None else nn.Parameter(values))
@@ -79,7 +79,7 @@ class LinearBatchNorm1d(nn.Module, Leaf):
             self._check_sizes(input)
             z = self.gemm(input)
             z = z if self.scale is None else z * self.scale
-            return reference.ACTIVATIONS[self.activation](self.bn(z))
+            return ACTIVATIONS[self.activation].forward(self.bn(z))
         arguments = self.arguments()
         if input.size(1) != arguments["weight"].size(-1):
             _refuse_features(input, arguments["weight"])

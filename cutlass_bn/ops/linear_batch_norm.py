@@ -22,18 +22,9 @@ import torch
 from torch import Tensor
 
 from .. import _library, cpu, reference
+from .._activations import ACTIVATIONS, NAMES
 from .batch_norm import over_a_batch, takes_formula, wide_dtype, without_wrapper
 from .fp32_products import empty_padded, matmul, product_again
-
-ACTIVATION_CODES: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # csrc/common/activation.h
-_ACTIVATIONS = tuple(ACTIVATION_CODES)
-_ACTIVATION_BACKWARDS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    lambda grad, v: grad,
-    lambda grad, v: torch.ops.aten.threshold_backward(grad, v, 0.0),
-    lambda grad, v: torch.ops.aten.gelu_backward(grad, v),
-    lambda grad, v: torch.ops.aten.silu_backward(grad, v),
-)
-
 
 if _library.library_is_loaded():
     _ops = torch.ops.cutlass_bn
@@ -133,7 +124,7 @@ def _inference_gradients(
     """
     wide = normalised.dtype
     gamma, scale = _or(layer.gamma, 1.0, wide), _or(layer.scale, 1.0, wide)
-    dv = _ACTIVATION_BACKWARDS[activation](grad.to(wide), normalised * gamma + _or(layer.beta, 0.0, wide))
+    dv = ACTIVATIONS[NAMES[activation]].backward(grad.to(wide), normalised * gamma + _or(layer.beta, 0.0, wide))
     dz = dv * (gamma * invstd)
     du = (dz * scale).to(layer.input.dtype)
 
@@ -176,7 +167,7 @@ def _transform_backward(backward: Callable[..., Any], ctx: Any, grad: Tensor) ->
         with torch.enable_grad():
             y = reference.linear_batch_norm(
                 layer.input, layer.weight, bias, scale, None, None, None, gamma, beta, True, 0.0, ctx.eps,
-                _ACTIVATIONS[ctx.activation],
+                NAMES[ctx.activation],
             )  # fmt: skip
             return (*_differentiable_gradients(y, grad, layer, needs), *[None] * 6)
     needs_du = needs.input or needs.weight
@@ -209,7 +200,7 @@ def _inference_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, scale, gamma, beta = layer
         y = reference.linear_batch_norm(
             x, weight, bias, scale, running_mean, running_var, None, gamma, beta, False, 0.0, ctx.eps,
-            _ACTIVATIONS[ctx.activation],
+            NAMES[ctx.activation],
         )  # fmt: skip
         grads = _differentiable_gradients(y, grad, layer, needs)
     else:
