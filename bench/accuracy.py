@@ -1,9 +1,9 @@
 """fp32 products on tensor cores beside cuBLAS's: how exact by kind of input, how fast by size.
 
-The contract is that of tests/test_split_matmul.py: where the layer takes the split GEMM, its error
-is no larger than SGEMM's, in the Frobenius norm and for every output over the norms of its row and
-column. Of the exceptions this is known not to hold, as two fp16 numbers hold 23 bits of an element,
-not 24. Every output, theirs too, has to keep SGEMM's a-priori bound.
+The contract is that of tests/gemm/test_split_matmul.py: where the layer takes the split GEMM, its
+error is no larger than SGEMM's, in the Frobenius norm and for every output over the norms of its
+row and column. Of the exceptions this is known not to hold, as two fp16 numbers hold 23 bits of an
+element, not 24. Every output, theirs too, has to keep SGEMM's a-priori bound.
 """
 
 from __future__ import annotations

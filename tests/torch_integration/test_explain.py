@@ -36,7 +36,7 @@ ATTRIBUTES = {"gemm": "weight", "bn": "bias", "": "scale"}
 
 @pytest.mark.parametrize("child", ATTRIBUTES)
 def test_parameters_that_are_attributes(child):
-    """As DataParallel and FSDP1 leave them; tests/test_modules_in_models.py has both themselves."""
+    """As DataParallel and FSDP1 leave them; test_modules_in_models.py has both themselves."""
     module, name = LinearBatchNorm1d(4, 8, scale=True), ATTRIBUTES[child]
     owner = module.get_submodule(child)
     tensor = getattr(owner, name).detach().clone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("sklearn")
-SCRIPT = Path(__file__).parent.parent / "examples" / "training" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "training" / "train.py"
 PAIRS = pytest.mark.parametrize("name", ["MLP", "ResNet"])
 
 

@@ -16,7 +16,7 @@ import torch
 import cutlass_bn
 from cutlass_bn import _library
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 needs_library = pytest.mark.skipif(not _library.library_is_loaded(), reason="the compiled library is not there")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-HARNESS = Path(__file__).parent.parent / "examples" / "kernelbench" / "run.py"
+HARNESS = Path(__file__).parents[2] / "examples" / "kernelbench" / "run.py"
 CPU = torch.device("cpu")
 # What check() needs at full size, and some to spare. bn2d: nine times x's 4 GiB, with x, the float64 y, both models' y
 # and the temporaries of allclose alive: a card of 80 GB has it, one of 40 GB has not.
