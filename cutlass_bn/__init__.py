@@ -1,13 +1,17 @@
-"""Batch normalisation for PyTorch on GPUs, fast and exact: Linear + BatchNorm1d fused, and BatchNorm2d."""
+"""Batch normalisation for PyTorch on GPUs, fast and exact: with what follows it, and after Linear."""
+
+from typing import Any
 
 from . import functional
 from ._explain import Plan, explain
 from ._library import build_info, library_is_loaded
 from ._version import __version__
-from .modules import BatchNorm2d, LinearBatchNorm1d
+from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d
 
 __all__ = [
+    "BatchNorm1d",
     "BatchNorm2d",
+    "BatchNorm3d",
     "LinearBatchNorm1d",
     "Plan",
     "__version__",
@@ -16,3 +20,12 @@ __all__ = [
     "functional",
     "library_is_loaded",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BatchNormAct2d":  # made when it is first asked for, as it needs timm
+        from .modules.batch_norm_act import BatchNormAct2d
+
+        globals()[name] = BatchNormAct2d
+        return BatchNormAct2d
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Drop-in modules."""
 
-from .batch_norm import BatchNorm2d
+from .batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .linear_batch_norm import LinearBatchNorm1d
 
-__all__ = ["BatchNorm2d", "LinearBatchNorm1d"]
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LinearBatchNorm1d"]

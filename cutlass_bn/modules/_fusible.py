@@ -1,0 +1,37 @@
+"""Which modules of torch's a fused function may stand for, asked at every call: cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# Of the exact types of activations, the name of what an instance computes, or None: not one of ours.
+ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
+    nn.ReLU: lambda module: "relu",
+    nn.LeakyReLU: lambda module: "leaky_relu" if module.negative_slope == 0.01 else None,
+    nn.GELU: lambda module: "gelu" if module.approximate == "none" else None,
+    nn.SiLU: lambda module: "silu",
+}
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether calling the module is calling its class's forward, and no more."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The activation that may be computed in the module's place, or None."""
+    name_of = ACTIVATION_OF.get(type(module))
+    return name_of(module) if name_of is not None and is_unchanged(module) else None
+
+
+def is_identity(module: nn.Module) -> bool:
+    return type(module) is nn.Identity and is_unchanged(module)
