@@ -1,4 +1,4 @@
-"""What the tests of the Linear + BatchNorm1d layer share: cases, inputs, the float64 oracle and PyTorch's own way."""
+"""What tests of the Linear + BatchNorm1d layer share: cases, inputs, oracle, PyTorch's own way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ACTIVATIONS = {
 EPS = 1e-5
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
 )
 
 
@@ -52,7 +53,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 CASES = [
     Case(2, 8, 8, "the smallest batch that has a variance"),
-    Case(3, 1, 1, "one input feature, one channel: scalar access everywhere", bias=False, scale=False),
+    Case(
+        3, 1, 1, "one input feature, one channel: scalar access everywhere", bias=False, scale=False
+    ),
     Case(5, 3, 7, "nothing divides the vector width", activation="relu"),
     Case(64, 128, 64, "one whole small tile", tf32=True),
     Case(65, 129, 68, "one row and one column more than a tile", tf32=True, activation="silu"),
@@ -64,7 +67,15 @@ CASES = [
     Case(130, 264, 72, "bf16, tails in every direction", BF16, tf32=False, activation="relu"),
     Case(256, 128, 64, "bf16, whole tiles, result promoted by an fp32 scale", BF16),
     Case(256, 128, 64, "bf16, whole tiles, bf16 result", BF16, scale=False, activation="gelu"),
-    Case(129, 72, 40, "bf16 module cast by .bfloat16()", BF16, parameter_dtype=BF16, activation="silu"),
+    Case(
+        129,
+        72,
+        40,
+        "bf16 module cast by .bfloat16()",
+        BF16,
+        parameter_dtype=BF16,
+        activation="silu",
+    ),
     Case(77, 35, 24, "bf16, odd N: padded rows of u, scalar normalise", BF16, scale=False),
     Case(77, 35, 25, "bf16, odd K and N: portable", BF16, scale=False, affine=False),
     Case(200, 136, 64, "fp16, fp32 parameters", FP16, scale=False, activation="relu"),
@@ -97,9 +108,11 @@ class Layer:
         return {name: getattr(self, name) for name in self.NAMES if getattr(self, name) is not None}
 
     def map(self, function) -> Layer:
-        """A layer of function(tensor) for each tensor; leaves of a graph stay so where function detaches."""
+        """Of function(tensor) for each tensor; leaves stay leaves where function detaches."""
         changed = {
-            k: function(v) for k, v in self.arguments().items() if isinstance(v, Tensor) and k != "num_batches_tracked"
+            k: function(v)
+            for k, v in self.arguments().items()
+            if isinstance(v, Tensor) and k != "num_batches_tracked"
         }
         counter = None if self.num_batches_tracked is None else self.num_batches_tracked.clone()
         return replace(self, **changed, num_batches_tracked=counter)
@@ -151,10 +164,12 @@ def fused(layer: Layer, training: bool, **options) -> Tensor:
 
 
 def unfused(layer: Layer, training: bool, momentum: float = 0.1, eps: float = EPS) -> Tensor:
-    """PyTorch's own operations, in the dtype and on the device of the layer. Updates its running statistics."""
+    """PyTorch's own operations, in the layer's dtype, on its device. Updates running statistics."""
     z = F.linear(layer.input, layer.weight, layer.bias)
     z = z if layer.scale is None else z * layer.scale
-    y = F.batch_norm(z, layer.running_mean, layer.running_var, layer.gamma, layer.beta, training, momentum, eps)
+    y = F.batch_norm(
+        z, layer.running_mean, layer.running_var, layer.gamma, layer.beta, training, momentum, eps
+    )
     return ACTIVATIONS[layer.activation](y)
 
 
@@ -166,7 +181,9 @@ def gradients(function, layer: Layer, training: bool, dy: Tensor, **options) -> 
     return dict(zip(leaves, found, strict=True))
 
 
-def oracle(layer: Layer, training: bool, momentum: float = 0.1, eps: float = EPS) -> tuple[Tensor, Layer]:
+def oracle(
+    layer: Layer, training: bool, momentum: float = 0.1, eps: float = EPS
+) -> tuple[Tensor, Layer]:
     """The float64 result, and the float64 layer with its running statistics after the call."""
     wide = layer.double()
     return unfused(wide, training, momentum, eps), wide
@@ -181,9 +198,14 @@ def max_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_no_worse(
-    actual: Tensor, peer: Tensor, expected: Tensor, factor: float = 2.0, floor: float = 1e-6, what: str = ""
+    actual: Tensor,
+    peer: Tensor,
+    expected: Tensor,
+    factor: float = 2.0,
+    floor: float = 1e-6,
+    what: str = "",
 ) -> None:
-    """The error of actual against float64 is at most `factor` times that of PyTorch's own operations in its dtype."""
+    """Error against float64 at most `factor` times that of PyTorch's operations in its dtype."""
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     ours, theirs = max_error(actual, expected), max_error(peer, expected)
     assert ours <= factor * theirs + floor, f"{what}: error {ours:.3g}, PyTorch's {theirs:.3g}"

@@ -1,7 +1,8 @@
-"""What results are measured against: float64, computed in the plainest way, and PyTorch's own result in the same dtype.
+"""What results are measured against: plain float64, and PyTorch's result in the same dtype.
 
-Tolerances. Of y: the contract, |error| < |weight| * (2^-23 * |mean| / std + 1e-5) besides the rounding to y's dtype. Of
-everything else: no more than a few times the error that PyTorch makes in the same dtype, against the same values.
+Tolerances. Of y: the contract, |error| < |weight| * (2^-23 * |mean| / std + 1e-5) besides the
+rounding to y's dtype. Of everything else: no more than a few times the error that PyTorch makes in
+the same dtype, against the same values.
 """
 
 from dataclasses import dataclass
@@ -51,33 +52,49 @@ def batch_norm(
     return Exact(y, mean, var, x.numel() // x.size(1))
 
 
-def assert_y_keeps_contract(y: Tensor, exact: Exact, weight: Tensor | None = None, eps: float = 1e-5) -> None:
+def assert_y_keeps_contract(
+    y: Tensor, exact: Exact, weight: Tensor | None = None, eps: float = 1e-5
+) -> None:
     assert not y.isnan().any(), "y has NaN"
     gain = 1.0 if weight is None else weight.double().abs()
     bound = gain * (2**-23 * exact.mean.abs() / (exact.var + eps).sqrt() + 1e-5)
     # Half a unit in the last place of y, and what the steps before it round in float32.
     last_place = 0.5 * torch.finfo(y.dtype).eps + 2 * torch.finfo(torch.float32).eps
     rounding = last_place * exact.y.abs() + torch.finfo(y.dtype).tiny
-    excess = ((y.double() - exact.y).abs() - rounding) / per_channel(torch.as_tensor(bound), exact.y)
+    excess = ((y.double() - exact.y).abs() - rounding) / per_channel(
+        torch.as_tensor(bound), exact.y
+    )
     worst = excess.max().item()
     assert worst < 1, f"error of y is {worst:.2f} times what the contract allows"
 
 
 def error(actual: Tensor, exact: Tensor, scale: float = 0.0) -> float:
-    """Largest absolute error, relative to the largest value or, where that is larger, to `scale`."""
-    return ((actual.double() - exact).abs().max() / exact.abs().max().clamp_min(max(scale, 1e-30))).item()
+    """Largest absolute error, relative to the largest value or `scale`, whichever is larger."""
+    return (
+        (actual.double() - exact).abs().max() / exact.abs().max().clamp_min(max(scale, 1e-30))
+    ).item()
 
 
 def spread(terms: Tensor) -> float:
-    """How large sums of [N, C, ...] over all but C get where signs are random: the largest root of a sum of squares.
+    """How large sums over all dims but C get by random signs: the largest root of a sum of squares.
 
-    The scale of their errors: a sum that happens to be much smaller is no more exact for that, in whatever order.
+    The scale of their errors: a sum that happens to be much smaller is no more exact for that, in
+    whatever order.
     """
-    return terms.double().square().sum([dim for dim in range(terms.dim()) if dim != 1]).max().sqrt().item()
+    return (
+        terms.double()
+        .square()
+        .sum([dim for dim in range(terms.dim()) if dim != 1])
+        .max()
+        .sqrt()
+        .item()
+    )
 
 
-def assert_no_worse(actual: Tensor, exact: Tensor, peer: Tensor, factor: float = 2.0, scale: float = 0.0) -> None:
-    """`peer` is PyTorch's result in the same dtype; half a unit in the last place is forgiven to both."""
+def assert_no_worse(
+    actual: Tensor, exact: Tensor, peer: Tensor, factor: float = 2.0, scale: float = 0.0
+) -> None:
+    """`peer` is PyTorch's, of the same dtype; half a unit in the last place is forgiven to both."""
     assert actual.dtype == peer.dtype
     assert actual.shape == exact.shape
     ours, theirs = error(actual, exact, scale), error(peer, exact, scale)
@@ -86,8 +103,10 @@ def assert_no_worse(actual: Tensor, exact: Tensor, peer: Tensor, factor: float =
 
 
 def poison(device: str, *numels: int) -> None:
-    """Leaves NaN in the blocks of memory that the next allocations of these many float32 elements are likely to get."""
+    """Leaves NaN where the next allocations of these many float32 elements are likely to lie."""
     if device != "cuda":
         return
-    blocks = [torch.full((numel,), float("nan"), device=device) for numel in numels for _ in range(3)]
+    blocks = [
+        torch.full((numel,), float("nan"), device=device) for numel in numels for _ in range(3)
+    ]
     del blocks

@@ -1,6 +1,7 @@
-"""What the tests of the split GEMM share: the split in plain PyTorch, inputs that could go wrong, errors and bounds.
+"""What tests of the split GEMM share: the split in plain PyTorch, risky inputs, errors, bounds.
 
-The split GEMM makes float32 products of three fp16 ones. u = x w^T throughout, with x [M, K] and w [N, K].
+The split GEMM makes float32 products of three fp16 ones. u = x w^T throughout, with x [M, K] and w
+[N, K].
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, T
     x = torch.where(finite[:, None], x, 0.0)
     largest = torch.where(finite, largest, 0.0)
     # largest = f 2^e with f in [1/2, 1): scaled, the row's maximum is in [2^14, 2^15).
-    exponents = torch.where(largest == 0, 0, 15 - torch.frexp(largest.double()).exponent).to(torch.int32)
+    exponents = torch.where(largest == 0, 0, 15 - torch.frexp(largest.double()).exponent).to(
+        torch.int32
+    )
     scaled = x.double() * torch.exp2(exponents.double())[:, None]
     high = scaled.float().half()
     low = ((scaled - high.double()) * 4096).float().half()
     held = high.double() + low.double() / 4096
-    lossy = ((held - scaled).abs() > scaled.abs() * 2**-20) | ((scaled - high.double()).abs() > scaled.abs() * 2**-10)
+    lossy = ((held - scaled).abs() > scaled.abs() * 2**-20) | (
+        (scaled - high.double()).abs() > scaled.abs() * 2**-10
+    )
     large = (x.abs() >= (largest * 2**-12).clamp(min=2.0**-149)[:, None]).sum(1)
     large = torch.where(largest == 0, k * finite, large).to(torch.int32)
     census = large + LOSSY * (~finite | lossy.any(1)).to(torch.int32)
@@ -41,7 +46,7 @@ def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, T
 
 
 def left_to_exact_kernel(x_census: Tensor, w_census: Tensor, k: int) -> Tensor:
-    """Bool [M, N]: the products that the split doesn't answer for, from the census of both operands."""
+    """Bool [M, N]: the products that the split doesn't answer for, by both operands' census."""
     few = (x_census & ~LOSSY)[:, None] + (w_census & ~LOSSY) <= k
     return few & ((x_census < 0)[:, None] | (w_census < 0))
 
@@ -68,7 +73,7 @@ def spanning(binades: float) -> Matrix:
 
 
 def halves(sign: float) -> Matrix:
-    """The second half repeats the first one, almost: with both signs in a product, sums cancel to a thousandth."""
+    """The second half nearly repeats the first: with both signs, sums cancel to a thousandth."""
 
     def matrix(rows: int, k: int, device: str) -> Tensor:
         half = normal(rows, k // 2, device)
@@ -83,7 +88,9 @@ def some_rows_zero(rows: int, k: int, device: str) -> Tensor:
 
 
 def rows_of_any_size(rows: int, k: int, device: str) -> Tensor:
-    return normal(rows, k, device) * torch.exp2(torch.randint(-60, 60, (rows, 1), device=device).float())
+    return normal(rows, k, device) * torch.exp2(
+        torch.randint(-60, 60, (rows, 1), device=device).float()
+    )
 
 
 def identity(rows: int, k: int, device: str) -> Tensor:
@@ -101,7 +108,9 @@ def sparse(rows: int, k: int, device: str) -> Tensor:
 
 def first_columns(values: tuple[float, ...], others: Matrix) -> Matrix:
     def matrix(rows: int, k: int, device: str) -> Tensor:
-        return torch.cat([torch.tensor(values, device=device).expand(rows, -1), others(rows, k, device)], 1)[:, :k]
+        return torch.cat(
+            [torch.tensor(values, device=device).expand(rows, -1), others(rows, k, device)], 1
+        )[:, :k]
 
     return matrix
 
@@ -140,17 +149,33 @@ OPERANDS = [
 
 # Elements that are small in their row, and alone make a result.
 HIDDEN = [
-    *(Operands(f"rows of 2^{b}, two at a time", times(2.0**b, spanning(10)), sparse) for b in (-100, -112, -118, -122)),
-    *(Operands(f"{b} binades", spanning(b), spanning(b)) for b in (10, 20, 28, 31, 33, 34, 36, 40, 60)),
-    *(Operands(f"{b} binades, one at a time", spanning(b), identity) for b in (10, 20, 28, 33, 40, 60)),
-    *(Operands(f"{b} binades, two at a time", spanning(b), sparse) for b in (10, 20, 28, 33, 40, 60)),
     *(
-        Operands(f"2^{b} meets zero", first_columns((2.0**b,), near_one), first_columns((0.0,), sparse))
+        Operands(f"rows of 2^{b}, two at a time", times(2.0**b, spanning(10)), sparse)
+        for b in (-100, -112, -118, -122)
+    ),
+    *(
+        Operands(f"{b} binades", spanning(b), spanning(b))
+        for b in (10, 20, 28, 31, 33, 34, 36, 40, 60)
+    ),
+    *(
+        Operands(f"{b} binades, one at a time", spanning(b), identity)
+        for b in (10, 20, 28, 33, 40, 60)
+    ),
+    *(
+        Operands(f"{b} binades, two at a time", spanning(b), sparse)
+        for b in (10, 20, 28, 33, 40, 60)
+    ),
+    *(
+        Operands(
+            f"2^{b} meets zero", first_columns((2.0**b,), near_one), first_columns((0.0,), sparse)
+        )
         for b in (10, 20, *range(28, 37), 40, 60)
     ),
     *(
         Operands(
-            f"2^{b} meets zero twice", first_columns((2.0**b, 0.0), near_one), first_columns((0.0, 2.0**b), sparse)
+            f"2^{b} meets zero twice",
+            first_columns((2.0**b, 0.0), near_one),
+            first_columns((0.0, 2.0**b), sparse),
         )
         for b in (10, 20, *range(28, 37), 40, 60)
     ),
@@ -162,22 +187,25 @@ def exact_product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def errors(u: Tensor, x: Tensor, w: Tensor) -> dict[str, float]:
-    """Against float64: of all outputs in the Frobenius norm, and of each relative to the norms of its rows."""
+    """Against float64: of all outputs in the Frobenius norm, of each over the norms of its rows."""
     exact = exact_product(x, w)
     error = (u.double() - exact).abs()
     norms = x.double().norm(dim=1)[:, None] * w.double().norm(dim=1)
     return {
         "relative Frobenius error": (error.norm() / exact.norm()).item(),
-        "error of an output": (error / norms).nan_to_num_(0.0, posinf=torch.inf).max().item(),  # 0 / 0 in rows of zeros
+        # NaN is 0 / 0, of rows of zeros.
+        "error of an output": (error / norms).nan_to_num_(0.0, posinf=torch.inf).max().item(),
     }
 
 
 def excess(u: Tensor, x: Tensor, w: Tensor, extra: int = 0) -> float:
-    """The largest error in terms of SGEMM's a-priori bound, K units of sum |x w| in each output. At most 1 is right.
+    """The largest error over SGEMM's a-priori bound, K units of sum |x w| an output. At most 1.
 
-    extra: units besides. 8 where K is small: both operands are held to 2^-23, and low times low, 2^-22, is left out.
+    extra: units besides. 8 where K is small: both operands are held to 2^-23, and low times low,
+    2^-22, is left out.
     """
     if u.numel() == 0:
         return 0.0
-    bound = (x.size(1) + extra) * UNIT * exact_product(x.abs(), w.abs()) + 2.0**-149  # the last place of denormals
+    # 2^-149 is the last place of denormals.
+    bound = (x.size(1) + extra) * UNIT * exact_product(x.abs(), w.abs()) + 2.0**-149
     return ((u.double() - exact_product(x, w)).abs() / bound).max().item()

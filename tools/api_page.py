@@ -51,7 +51,8 @@ def markdown(docstring: str) -> str:
         if heading:
             blocks.append(f"**{heading[1]}**")
             lines = textwrap.dedent("\n".join(lines[1:])).split("\n")
-        hangs = any(line.startswith(" ") for line in lines)  # "name: ...", indented where it goes on
+        # "name: ...", indented where it goes on.
+        hangs = any(line.startswith(" ") for line in lines)
         listed = hangs or (heading is not None and heading[1] in ("Args", "Attributes", "Raises"))
         blocks.append("\n".join(entries(lines) if listed else [wrap(" ".join(lines))]))
     return "\n\n".join(blocks)

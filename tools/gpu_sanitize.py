@@ -1,7 +1,8 @@
-"""compute-sanitizer over the GPU tests marked `sanitize`: memcheck (bad accesses) and racecheck (shared memory).
+"""compute-sanitizer over the GPU tests marked `sanitize`: memcheck, and racecheck of shared memory.
 
-Needs a CUDA device, torch, pytest, the compiled library and compute-sanitizer on PATH or in $CUDA_HOME. The tests run
-once without it first, so that a plain failure is not mistaken for a finding.
+Needs a CUDA device, torch, pytest, the compiled library and compute-sanitizer on PATH or in
+$CUDA_HOME. The tests run once without it first, so that a plain failure is not mistaken for a
+finding.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ def main() -> int:
     runs: dict[str, tuple[list[str], str]] = {
         "plain": ([], "sanitize"),
         "memcheck": ([*common, "--tool=memcheck"], "sanitize"),
-        "racecheck": (racecheck, "sanitize and not cublas"),  # it fails inside some of cuBLAS's kernels
+        # It fails inside some of cuBLAS's kernels.
+        "racecheck": (racecheck, "sanitize and not cublas"),
     }
     for name, (prefix, tests) in runs.items():
         print(f"== {name}", flush=True)
-        status = subprocess.run([*prefix, *PYTEST, "-m", tests], cwd=ROOT, env=ENVIRONMENT).returncode
+        status = subprocess.run(
+            [*prefix, *PYTEST, "-m", tests], cwd=ROOT, env=ENVIRONMENT
+        ).returncode
         if status != 0:
             print(f"gpu-sanitize: {name} failed with status {status}", file=sys.stderr)
             return 1

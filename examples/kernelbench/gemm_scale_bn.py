@@ -1,4 +1,4 @@
-"""KernelBench level 2, problem 39: Linear, scale, BatchNorm1d in training mode, with cutlass_bn as the new model."""
+"""KernelBench level 2, problem 39: Linear, scale, BatchNorm1d in training; new is cutlass_bn's."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,12 @@ class Model(nn.Module):
     """A matrix product, a scale for each feature, batch normalisation."""
 
     def __init__(
-        self, in_features: int, out_features: int, scale_shape: tuple[int], eps: float = 1e-5, momentum: float = 0.1
+        self,
+        in_features: int,
+        out_features: int,
+        scale_shape: tuple[int],
+        eps: float = 1e-5,
+        momentum: float = 0.1,
     ):
         super().__init__()
         self.gemm = nn.Linear(in_features, out_features)
@@ -24,10 +29,15 @@ class Model(nn.Module):
 
 
 class ModelNew(cutlass_bn.LinearBatchNorm1d):
-    """The same in one layer. It draws its parameters in the same order: one seed gives both models the same weights."""
+    """In one layer. It draws parameters in the same order: one seed gives both the same weights."""
 
     def __init__(
-        self, in_features: int, out_features: int, scale_shape: tuple[int], eps: float = 1e-5, momentum: float = 0.1
+        self,
+        in_features: int,
+        out_features: int,
+        scale_shape: tuple[int],
+        eps: float = 1e-5,
+        momentum: float = 0.1,
     ):
         super().__init__(in_features, out_features, scale=True, eps=eps, momentum=momentum)
 

@@ -1,7 +1,8 @@
-"""An MLP and a small ResNet, each with cutlass_bn's modules or with torch's own, otherwise the same to the last weight.
+"""An MLP and a small ResNet of cutlass_bn's modules or torch's, otherwise the same to the weight.
 
-The activation is SiLU because it is smooth. At ReLU's kink a difference of one rounding can switch an element's
-gradient on or off; two float32 trainings then drift apart after some tens of steps, torch from torch as well.
+The activation is SiLU because it is smooth. At ReLU's kink a difference of one rounding can switch
+an element's gradient on or off; two float32 trainings then drift apart after some tens of steps,
+torch from torch as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Norm2d = Callable[[int], nn.Module]
 
 
 def build(name: str, ours: bool) -> nn.Module:
-    """MODELS[name] with cutlass_bn's modules (ours) or torch's. Both draw the same random numbers in the same order."""
+    """MODELS[name] of our modules or torch's. Both draw equal random numbers in equal order."""
     if name == "MLP":
         return mlp(linear_norm_silu if ours else torch_linear_norm_silu)
     return ResNet(BatchNorm2d if ours else nn.BatchNorm2d)
@@ -35,7 +36,9 @@ def torch_linear_norm_silu(inputs: int, outputs: int) -> nn.Module:
 
 
 def mlp(layer: Callable[[int, int], nn.Module], width: int = 128) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), layer(64, width), layer(width, width), nn.Linear(width, CLASSES))
+    return nn.Sequential(
+        nn.Flatten(), layer(64, width), layer(width, width), nn.Linear(width, CLASSES)
+    )
 
 
 def conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
@@ -48,11 +51,17 @@ class Block(nn.Module):
     def __init__(self, norm: Norm2d, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            conv3x3(inputs, outputs, stride), norm(outputs), nn.SiLU(), conv3x3(outputs, outputs), norm(outputs)
+            conv3x3(inputs, outputs, stride),
+            norm(outputs),
+            nn.SiLU(),
+            conv3x3(outputs, outputs),
+            norm(outputs),
         )
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.body(x) + self.shortcut(x))
@@ -64,7 +73,9 @@ class ResNet(nn.Module):
     def __init__(self, norm: Norm2d) -> None:
         super().__init__()
         self.stem = nn.Sequential(conv3x3(1, 16), norm(16), nn.SiLU())
-        self.blocks = nn.Sequential(Block(norm, 16, 16, 1), Block(norm, 16, 32, 2), Block(norm, 32, 64, 2))
+        self.blocks = nn.Sequential(
+            Block(norm, 16, 16, 1), Block(norm, 16, 32, 2), Block(norm, 32, 64, 2)
+        )
         self.head = nn.Linear(64, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Trains an MLP and a small ResNet on scikit-learn's digits, with cutlass_bn's modules and with torch's, side by side.
+"""Trains an MLP and a small ResNet on scikit-learn's digits: cutlass_bn's modules beside torch's.
 
-The two of a pair start from the same weights and see the same batches in the same order, so their loss curves should be
-one curve. Prints accuracies and times, and draws all four curves into one plot.
+The two of a pair start from the same weights and see the same batches in the same order, so their
+loss curves should be one curve. Prints accuracies and times, and draws all four curves into one
+plot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent.parent):  # the second: cutlass_bn of this checkout, where none is installed
+# The second: cutlass_bn of this checkout, where none is installed.
+for folder in (HERE, HERE.parent.parent):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -68,7 +70,9 @@ def load_data(device: torch.device, dtype: torch.dtype = torch.float32) -> Data:
     digits = load_digits()
     images = torch.from_numpy(digits.images).to(device, dtype).unsqueeze(1) / 8 - 1  # from 0 .. 16
     targets = torch.from_numpy(digits.target).to(device)
-    parts = train_test_split(range(len(targets)), test_size=0.2, stratify=digits.target, random_state=0)
+    parts = train_test_split(
+        range(len(targets)), test_size=0.2, stratify=digits.target, random_state=0
+    )
     train, test = (torch.tensor(part, device=device) for part in parts)
     return Data((images[train], targets[train]), (images[test], targets[test]))
 
@@ -80,7 +84,7 @@ def build_seeded(name: str, ours: bool, seed: int) -> nn.Module:
 
 
 def same_weights(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Whether parameters and buffers are equal, bit by bit, in the order in which the modules hold them."""
+    """Whether parameters and buffers are equal, bit by bit, in the order of the modules."""
     pairs = zip(
         [*ours.parameters(), *ours.buffers()],
         [*theirs.parameters(), *theirs.buffers()],
@@ -90,13 +94,16 @@ def same_weights(ours: nn.Module, theirs: nn.Module) -> bool:
 
 
 def fit(model: nn.Module, data: Data, settings: Settings) -> Run:
-    """Trains model in place by SGD with momentum. fp16 autocast scales the loss; the backward is outside autocast."""
+    """Trains in place by SGD with momentum, the backward outside autocast. fp16 scales the loss."""
     images, targets = data.train
     device = images.device
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=settings.amp == torch.float16)
     order = torch.Generator().manual_seed(settings.seed)
-    steps_per_epoch = len(targets) // settings.batch  # the rest, at most one batch, has its turn in other epochs
+    # The rest, at most one batch, has its turn in other epochs.
+    steps_per_epoch = len(targets) // settings.batch
     losses: list[Tensor] = []
 
     def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
@@ -123,7 +130,12 @@ def fit(model: nn.Module, data: Data, settings: Settings) -> Run:
             losses.append(loss.detach())
     synchronize(device)
     seconds = time.perf_counter() - begin
-    return Run(torch.stack(losses).tolist(), accuracy(model, *data.train), accuracy(model, *data.test), seconds)
+    return Run(
+        torch.stack(losses).tolist(),
+        accuracy(model, *data.train),
+        accuracy(model, *data.test),
+        seconds,
+    )
 
 
 @torch.no_grad()
@@ -137,7 +149,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def train_pair(name: str, data: Data, settings: Settings) -> dict[bool, Run]:
-    """The run with cutlass_bn's modules (True) and with torch's (False). ValueError if they don't start alike."""
+    """The run with our modules (True) and torch's (False). ValueError if they don't start alike."""
     models = {ours: build_seeded(name, ours, settings.seed) for ours in (True, False)}
     if not same_weights(models[True], models[False]):
         raise ValueError(f"{name}: the two models were not initialised with the same weights")
@@ -160,7 +172,12 @@ def print_table(runs: dict[str, dict[bool, Run]], title: str) -> None:
     for name, pair in runs.items():
         for ours, run in pair.items():
             loss = sum(run.losses[-10:]) / len(run.losses[-10:])
-            figures = f"{loss:.4f}", f"{run.train_accuracy:.2%}", f"{run.test_accuracy:.2%}", f"{run.seconds:.1f}"
+            figures = (
+                f"{loss:.4f}",
+                f"{run.train_accuracy:.2%}",
+                f"{run.test_accuracy:.2%}",
+                f"{run.seconds:.1f}",
+            )
             table.add_row(name, LABELS[ours], *figures)
         table.add_section()
     Console().print(table)
@@ -187,26 +204,43 @@ def draw(runs: dict[str, dict[bool, Run]], path: Path, title: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     defaults = Settings()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (all)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (auto: cuda if there is a GPU)")
-    parser.add_argument("--amp", choices=list(AMP_DTYPES), help="train under autocast; fp16 with a GradScaler")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, ... (auto: cuda if there is a GPU)"
+    )
+    parser.add_argument(
+        "--amp", choices=list(AMP_DTYPES), help="train under autocast; fp16 with a GradScaler"
+    )
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
     parser.add_argument("--batch", type=int, default=defaults.batch)
     parser.add_argument("--lr", type=float, default=defaults.lr, help="the largest learning rate")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument(
-        "--threads", type=int, default=1, help="on the CPU; more help little at this size (%(default)s)"
+        "--threads",
+        type=int,
+        default=1,
+        help="on the CPU; more help little at this size (%(default)s)",
     )
-    parser.add_argument("--plot", type=Path, default=Path("loss.png"), help="where the loss curves go")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("loss.png"), help="where the loss curves go"
+    )
     args = parser.parse_args(arguments)
     for name in args.models:
         if name not in MODELS:
             parser.error(f"no model {name}")
-    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(
+        args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     torch.set_num_threads(args.threads)
     settings = Settings(args.epochs, args.batch, args.lr, args.seed, AMP_DTYPES.get(args.amp))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {args.threads} thread(s)"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {args.threads} thread(s)"
+    )
     title = f"digits, {args.epochs} epochs, {args.amp or 'fp32'}, {where}"
 
     data = load_data(device)

@@ -50,7 +50,9 @@ CASES = [
     Case((4, 8, 24, 24), "misaligned storage in fp16", F16, offset=3),
     Case((4, 8, 24, 24), "misaligned channels last", channels_last=True, offset=1),
     Case((4, 8, 32, 32), "mean far from zero", mean=1e4, std=1.0),
-    Case((4, 8, 32, 32), "mean far below zero channels last", mean=-1e4, std=1.0, channels_last=True),
+    Case(
+        (4, 8, 32, 32), "mean far below zero channels last", mean=-1e4, std=1.0, channels_last=True
+    ),
     Case((4, 64, 7, 7), "mean far from zero in small planes", mean=1e4, std=1.0),
     Case((2, 2, 300, 300), "mean far from zero in several tiles", mean=1e4, std=1.0),
     Case((4, 8, 40, 40), "fp16 sums that overflow", F16, mean=200.0, std=10.0),
@@ -78,10 +80,17 @@ def make_layer(channels: int, device: str, affine: bool = True, dtype: torch.dty
     def vector(low: float, high: float) -> Tensor:
         return torch.empty(channels, dtype=torch.float64).uniform_(low, high).to(device, dtype)
 
-    return Layer(vector(-1, 1), vector(0.5, 2), vector(-2, 2) if affine else None, vector(-1, 1) if affine else None)
+    return Layer(
+        vector(-1, 1),
+        vector(0.5, 2),
+        vector(-2, 2) if affine else None,
+        vector(-1, 1) if affine else None,
+    )
 
 
-def run(function, x: Tensor, layer: Layer, training: bool, momentum: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+def run(
+    function, x: Tensor, layer: Layer, training: bool, momentum: float = 0.3
+) -> tuple[Tensor, Tensor, Tensor]:
     mean, var = layer.running_mean.clone(), layer.running_var.clone()
     y = function(x, mean, var, layer.weight, layer.bias, training, momentum)
     return y, mean, var
@@ -94,7 +103,10 @@ def test_matches_float64(case, training, device):
     oracle.poison(device, x.numel(), x.numel() // 2, 3 * case.sizes[1], 2 * case.sizes[1])
     y, mean, var = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(
-        x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
+        x,
+        layer.weight,
+        layer.bias,
+        running=None if training else (layer.running_mean, layer.running_var),
     )
     oracle.assert_y_keeps_contract(y, exact, layer.weight)
     assert y.dtype == x.dtype
@@ -103,11 +115,14 @@ def test_matches_float64(case, training, device):
         assert torch.equal(mean, layer.running_mean)
         assert torch.equal(var, layer.running_var)
         return
-    _, peer_mean, peer_var = run(F.batch_norm, x.clone(), layer, training)  # torch itself fails on misaligned fp16
+    # torch itself fails on misaligned fp16.
+    _, peer_mean, peer_var = run(F.batch_norm, x.clone(), layer, training)
     oracle.assert_no_worse(mean, 0.7 * layer.running_mean.double() + 0.3 * exact.mean, peer_mean)
     # At mean/std 1e4 the tiles' means, rounded to float32, leave 1e-5 of noise in the variance.
     factor = 2.0 if abs(case.mean) < 1e3 * case.std else 200.0
-    oracle.assert_no_worse(var, 0.7 * layer.running_var.double() + 0.3 * exact.unbiased, peer_var, factor)
+    oracle.assert_no_worse(
+        var, 0.7 * layer.running_var.double() + 0.3 * exact.unbiased, peer_var, factor
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,10 @@ def test_small_shapes_in_both_formats(shape, dtype, channels_last, device):
     for training in (True, False):
         y, _, _ = run(batch_norm, x, layer, training)
         exact = oracle.batch_norm(
-            x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
+            x,
+            layer.weight,
+            layer.bias,
+            running=None if training else (layer.running_mean, layer.running_var),
         )
         oracle.assert_y_keeps_contract(y, exact, layer.weight)
 
@@ -133,11 +151,15 @@ def test_repeats_bit_for_bit(shape, channels_last, device):
     layer = make_layer(shape[1], device)
     first = run(batch_norm, x, layer, True)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(batch_norm, x, layer, True), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, run(batch_norm, x, layer, True), strict=True)
+        )
 
 
 @pytest.mark.parametrize("value", [0.1, -1e4 / 3, 77777.0, 1e-30])
-@pytest.mark.parametrize("shape", [(4, 3, 32, 32), (3, 8, 7, 7), (37, 5), (3, 2, 33, 31), (2, 1, 300, 300)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 32, 32), (3, 8, 7, 7), (37, 5), (3, 2, 33, 31), (2, 1, 300, 300)], ids=str
+)
 def test_constant_channels_give_the_bias(shape, value, device):
     x = torch.full(shape, value, device=device)
     layer = make_layer(shape[1], device)
@@ -204,7 +226,9 @@ def test_variance_0_without_eps(shape, channels_last, dtype, device):
     layer.running_var[1] = 0.0
     layer.running_mean[1] = x[0, 1].flatten()[0]
     y = batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=0.0)
-    exact = oracle.batch_norm(x, layer.weight, layer.bias, 0.0, (layer.running_mean, layer.running_var)).y
+    exact = oracle.batch_norm(
+        x, layer.weight, layer.bias, 0.0, (layer.running_mean, layer.running_var)
+    ).y
     assert torch.equal(y[:, 1].double().nan_to_num(0.5), exact[:, 1].nan_to_num(0.5))
     assert y[0, 1].flatten()[0].isnan()
     others = torch.arange(shape[1], device=device) != 1
@@ -224,13 +248,22 @@ def test_parameters_in_half_precision(dtype, training, device):
     layer = make_layer(8, device, dtype=dtype)
     y, mean, var = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(
-        x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
+        x,
+        layer.weight,
+        layer.bias,
+        running=None if training else (layer.running_mean, layer.running_var),
     )
     oracle.assert_y_keeps_contract(y, exact, layer.weight)
     if training:
         assert mean.dtype == var.dtype == dtype
-        assert oracle.error(mean, 0.7 * layer.running_mean.double() + 0.3 * exact.mean) < torch.finfo(dtype).eps
-        assert oracle.error(var, 0.7 * layer.running_var.double() + 0.3 * exact.unbiased) < torch.finfo(dtype).eps
+        assert (
+            oracle.error(mean, 0.7 * layer.running_mean.double() + 0.3 * exact.mean)
+            < torch.finfo(dtype).eps
+        )
+        assert (
+            oracle.error(var, 0.7 * layer.running_var.double() + 0.3 * exact.unbiased)
+            < torch.finfo(dtype).eps
+        )
 
 
 LAYOUTS = {
@@ -251,14 +284,21 @@ def test_layouts(layout, training, device):
     layer = make_layer(x.size(1), device)
     y, _, _ = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(
-        x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
+        x,
+        layer.weight,
+        layer.bias,
+        running=None if training else (layer.running_mean, layer.running_var),
     )
     oracle.assert_y_keeps_contract(y, exact, layer.weight)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    shape=st.lists(st.integers(1, 20), min_size=2, max_size=5).filter(lambda s: s[0] * torch.Size(s[2:]).numel() > 1),
+    shape=st.lists(st.integers(1, 20), min_size=2, max_size=5).filter(
+        lambda s: s[0] * torch.Size(s[2:]).numel() > 1
+    ),
     dtype=st.sampled_from([F32, F16, BF16]),
     channels_last=st.booleans(),
     offset=st.integers(0, 3),
@@ -269,12 +309,21 @@ def test_layouts(layout, training, device):
 )
 def test_any_shape(device, shape, dtype, channels_last, offset, mean, training, affine, seed):
     torch.manual_seed(seed)
-    x = Case(tuple(shape), "", dtype, channels_last, offset=offset, mean=mean, std=1.0).input(device)
+    x = Case(tuple(shape), "", dtype, channels_last, offset=offset, mean=mean, std=1.0).input(
+        device
+    )
     layer = make_layer(shape[1], device, affine)
     y, _, _ = run(batch_norm, x, layer, training)
     exact = oracle.batch_norm(
-        x, layer.weight, layer.bias, running=None if training else (layer.running_mean, layer.running_var)
+        x,
+        layer.weight,
+        layer.bias,
+        running=None if training else (layer.running_mean, layer.running_var),
     )
     oracle.assert_y_keeps_contract(y, exact, layer.weight)
     like = F.batch_norm(x.cpu().float(), *(torch.ones(shape[1]) for _ in range(2)))
-    assert all(ours == theirs for size, ours, theirs in zip(shape, y.stride(), like.stride(), strict=True) if size > 1)
+    assert all(
+        ours == theirs
+        for size, ours, theirs in zip(shape, y.stride(), like.stride(), strict=True)
+        if size > 1
+    )

@@ -1,4 +1,4 @@
-"""The backward kernels through functional.batch_norm: errors, layouts, bits, and what is launched for what."""
+"""The backward kernels: errors, layouts, bits, and what is launched for what."""
 
 from __future__ import annotations
 
@@ -47,9 +47,17 @@ CASES = [
     Case((33, 96), "two dimensions"),
     Case((2, 6, 3, 5, 7), "five dimensions"),
     Case((4, 8, 24, 24), "misaligned storage", offset=1),
-    Case((4, 8, 24, 24), "misaligned storage in fp16 channels last", F16, channels_last=True, offset=3),
+    Case(
+        (4, 8, 24, 24),
+        "misaligned storage in fp16 channels last",
+        F16,
+        channels_last=True,
+        offset=3,
+    ),
     Case((4, 8, 32, 32), "mean far from zero", mean=1e4, std=1.0),
-    Case((4, 8, 32, 32), "mean far below zero channels last", mean=-1e4, std=1.0, channels_last=True),
+    Case(
+        (4, 8, 32, 32), "mean far below zero channels last", mean=-1e4, std=1.0, channels_last=True
+    ),
     Case((4, 64, 7, 7), "mean far from zero in small planes", mean=1e4, std=1.0),
     Case((4, 8, 16, 16), "without weight and bias", affine=False),
     Case((4, 300, 20, 20), "more channels than are on chip at a time"),
@@ -71,7 +79,9 @@ class Layer:
     mean: Tensor
     var: Tensor
 
-    def gradients(self, grad: Tensor, training: bool, function=batch_norm, dtype=None, wanted="xwb") -> list[Tensor]:
+    def gradients(
+        self, grad: Tensor, training: bool, function=batch_norm, dtype=None, wanted="xwb"
+    ) -> list[Tensor]:
         """Of x, weight and bias, as far as they are there and in `wanted`."""
         leaves = {}
         for name, t in zip("xwb", (self.x, self.weight, self.bias), strict=True):
@@ -116,7 +126,12 @@ CANCELLING = [
     Case((2, 5, 1, 1), "two values a channel"),
     Case((2, 5, 1, 1), "two values a channel in bf16", BF16),
     Case((4, 8, 32, 32), "gradients far from zero", grad_mean=100.0),
-    Case((4, 8, 32, 32), "gradients far from zero channels last", channels_last=True, grad_mean=-100.0),
+    Case(
+        (4, 8, 32, 32),
+        "gradients far from zero channels last",
+        channels_last=True,
+        grad_mean=-100.0,
+    ),
 ]
 
 
@@ -137,8 +152,15 @@ def test_within_error_bounds(case, training, device):
         + oracle.per_channel(terms.mean(dims), grad)
         + exact.y.abs() * oracle.per_channel(products.mean(dims), grad)
     )
-    bound = 4 * unit * largest * oracle.per_channel(layer.weight.abs() * (exact.var + 1e-5).rsqrt(), grad)
-    assert ((ours[0].double() - dx).abs() <= bound + 0.5 * torch.finfo(case.dtype).eps * dx.abs()).all()
+    bound = (
+        4
+        * unit
+        * largest
+        * oracle.per_channel(layer.weight.abs() * (exact.var + 1e-5).rsqrt(), grad)
+    )
+    assert (
+        (ours[0].double() - dx).abs() <= bound + 0.5 * torch.finfo(case.dtype).eps * dx.abs()
+    ).all()
 
 
 @TRAINING
@@ -163,8 +185,8 @@ def test_sums_of_large_half_gradients_do_not_overflow(shape, channels_last, trai
     ours = layer.gradients(grad, training)
     assert exact[2].abs().max() > 1e8
     assert oracle.error(ours[2], exact[2]) < 1e-6
-    # The products with x - mean cancel where gradients are the same, and two roundings of x - mean don't: the mean's is
-    # the same in all, and those of the differences depend on few bits of x.
+    # The products with x - mean cancel where gradients are the same, and two roundings of x - mean
+    # don't: the mean's is the same in all, and those of the differences depend on few bits of x.
     normalised = oracle.batch_norm(layer.x, running=None if training else (layer.mean, layer.var)).y
     terms = (grad.double() * normalised).abs().sum([dim for dim in range(grad.dim()) if dim != 1])
     assert ((ours[1].double() - exact[1]).abs() <= 2 * 2.0**-24 * terms).all()
@@ -205,10 +227,14 @@ GRADS = {
     "of the other memory format": lambda t: torch.randn_like(t).contiguous(
         memory_format=torch.contiguous_format if not t.is_contiguous() else torch.channels_last
     ),
-    "strided": lambda t: torch.randn(*t.shape[:-1], 2 * t.size(-1), device=t.device).to(t.dtype)[..., ::2],
+    "strided": lambda t: torch.randn(*t.shape[:-1], 2 * t.size(-1), device=t.device).to(t.dtype)[
+        ..., ::2
+    ],
     "transposed": lambda t: torch.randn_like(t.mT).mT,
     "cropped": lambda t: F.pad(torch.randn_like(t), (1, 1, 1, 1))[..., 1:-1, 1:-1],
-    "misaligned": lambda t: torch.randn(t.numel() + 1, device=t.device).to(t.dtype)[1:].view(t.shape),
+    "misaligned": lambda t: (
+        torch.randn(t.numel() + 1, device=t.device).to(t.dtype)[1:].view(t.shape)
+    ),
 }
 
 
@@ -239,7 +265,9 @@ def test_repeats_bit_for_bit(shape, channels_last, training, device):
     first = layer.gradients(grad, training)
     for _ in range(3):
         oracle.poison(device, layer.x.numel())
-        assert all(torch.equal(a, b) for a, b in zip(first, layer.gradients(grad, training), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, layer.gradients(grad, training), strict=True)
+        )
 
 
 @TRAINING
@@ -263,7 +291,9 @@ KERNELS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "training"), [((4, 8, 32, 32), True), ((4, 8, 8, 8), True), ((4, 8, 32, 32), False)], ids=str
+    ("shape", "training"),
+    [((4, 8, 32, 32), True), ((4, 8, 8, 8), True), ((4, 8, 32, 32), False)],
+    ids=str,
 )
 @pytest.mark.parametrize("wanted", KERNELS)
 def test_nothing_else_is_launched(wanted, shape, training):
@@ -278,7 +308,9 @@ def test_nothing_else_is_launched(wanted, shape, training):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.autograd.grad(y, asked, grad)
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     names = [event.name for event in events if not event.name.startswith("Activity")]
     if not names:
         pytest.skip("the profiler sees no kernels here")
@@ -291,7 +323,7 @@ def test_nothing_else_is_launched(wanted, shape, training):
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 def test_memory_of_the_backward(channels_last):
-    """dx and little else: no copy of a gradient that has x's layout, and no float32 copies of halves."""
+    """dx and little else: no copy of a gradient of x's layout, no float32 copies of halves."""
     layer, grad = make_layer(Case((16, 64, 64, 64), "", BF16, channels_last), "cuda")
     layer.x.requires_grad_()
     y = batch_norm(layer.x, None, None, layer.weight, layer.bias, training=True)
@@ -332,17 +364,23 @@ def test_training_step_in_a_graph(channels_last):
             x.normal_(1.0, 2.0)
         graph.replay()
         assert torch.equal(dx, step(modules[1]))
-        for captured, eager in zip(modules[0].state_dict().values(), modules[1].state_dict().values(), strict=True):
+        for captured, eager in zip(
+            modules[0].state_dict().values(), modules[1].state_dict().values(), strict=True
+        ):
             assert torch.equal(captured, eager)
 
 
 @TRAINING
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_gradcheck_in_float64(affine, training, device):
-    layer, _ = make_layer(Case((3, 2, 3, 2), "", torch.float64, affine=affine), device, torch.float64)
+    layer, _ = make_layer(
+        Case((3, 2, 3, 2), "", torch.float64, affine=affine), device, torch.float64
+    )
 
     def function(*tensors: Tensor) -> Tensor:
-        return batch_norm(tensors[0], layer.mean.clone(), layer.var.clone(), *tensors[1:], training=training)
+        return batch_norm(
+            tensors[0], layer.mean.clone(), layer.var.clone(), *tensors[1:], training=training
+        )
 
     tensors = [t.requires_grad_() for t in (layer.x, layer.weight, layer.bias) if t is not None]
     assert torch.autograd.gradcheck(function, tensors)

@@ -1,4 +1,4 @@
-"""BatchNorm on CPU tensors (cutlass_bn.cpu) against float64, PyTorch's strides, and what the ops change."""
+"""BatchNorm on CPU tensors against float64, PyTorch's strides, and what the ops change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cutlass_bn import cpu
 EPS = 1e-5
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=lambda dtype: str(dtype)[6:])
-# By how statistics are taken: in one sum or in groups, with and without a rest; of rows, planes, channels_last.
+# By how statistics are taken: in one sum or in groups, with and without a rest; of rows, planes,
+# channels_last.
 SHAPES = [
     (2, 3),
     (127, 5),
@@ -30,10 +31,18 @@ LAYOUTS = {
     "channels last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
     "strided": lambda x: torch.stack((x, x + 1.0), -1)[..., 0],
     "permuted": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "sliced channels last": lambda x: torch.cat((x, x)).movedim(1, -1).contiguous().movedim(-1, 1)[::2],
+    "sliced channels last": lambda x: (
+        torch.cat((x, x)).movedim(1, -1).contiguous().movedim(-1, 1)[::2]
+    ),
 }
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
-SUBSETS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True), (True, True, False)]
+SUBSETS = [
+    (True, True, True),
+    (True, False, False),
+    (False, True, False),
+    (False, False, True),
+    (True, True, False),
+]
 CHANNELS_LAST = pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 ids = {"ids": str}
 
@@ -65,9 +74,13 @@ def train(x: Tensor, weight=None, bias=None) -> tuple[Tensor, Tensor, Tensor, Te
     return *cpu.batch_norm_training(x, mean, var, None, weight, bias, 1.0, EPS), mean, var
 
 
-def assert_close(actual: Tensor, expected: Tensor, rtol: float, scale: Tensor | float = 0.0) -> None:
+def assert_close(
+    actual: Tensor, expected: Tensor, rtol: float, scale: Tensor | float = 0.0
+) -> None:
     error = (actual.double() - expected.double()).abs() - rtol * (expected.double().abs() + scale)
-    assert error.max().item() <= 0, f"off by {(actual.double() - expected.double()).abs().max().item():.3g}"
+    assert error.max().item() <= 0, (
+        f"off by {(actual.double() - expected.double()).abs().max().item():.3g}"
+    )
 
 
 # ---- BatchNorm: training
@@ -101,7 +114,12 @@ def test_training(shape, layout, dtype):
 @LAYOUT
 @DTYPES
 def test_strides_are_those_of_torch(shape, layout, dtype):
-    modules = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
+    modules = {
+        2: torch.nn.BatchNorm1d,
+        3: torch.nn.BatchNorm1d,
+        4: torch.nn.BatchNorm2d,
+        5: torch.nn.BatchNorm3d,
+    }
     module = modules[len(shape)](shape[1], dtype=F64 if dtype == F64 else F32)
     x, grad = randn(shape, dtype, layout=layout), randn(shape, dtype)
     mean, var, counter = buffers(shape[1], module.weight.dtype)
@@ -115,9 +133,15 @@ def test_strides_are_those_of_torch(shape, layout, dtype):
             dx, _, _ = cpu.batch_norm_backward(grad, x, stats, None, True, None, None)
         else:
             y = cpu.batch_norm_inference(x, mean, var, None, None, EPS)
-            dx, _, _ = cpu.batch_norm_inference_backward(grad, x, mean, var, None, EPS, True, F32, None)
+            dx, _, _ = cpu.batch_norm_inference_backward(
+                grad, x, mean, var, None, EPS, True, F32, None
+            )
         assert (y.dtype, y.shape, y.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-        assert (dx.dtype, dx.shape, dx.stride()) == (their_dx.dtype, their_dx.shape, their_dx.stride())
+        assert (dx.dtype, dx.shape, dx.stride()) == (
+            their_dx.dtype,
+            their_dx.shape,
+            their_dx.stride(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +150,8 @@ def test_strides_are_those_of_torch(shape, layout, dtype):
 )
 def test_dtypes_of_vectors(dtype, parameters, statistics):
     x, (weight, bias) = randn((200, 6, 4, 4), dtype, 3.0), vectors(6, parameters)
-    weight, bias = (torch.stack((vector, vector), 1)[:, 0] for vector in (weight, bias))  # strided, too
+    # They are strided, too.
+    weight, bias = (torch.stack((vector, vector), 1)[:, 0] for vector in (weight, bias))
     mean, var, counter = buffers(6, statistics)
     exact = oracle.batch_norm(x, weight, bias)
     expected = 0.9 * mean.double() + 0.1 * exact.mean, 0.9 * var.double() + 0.1 * exact.unbiased
@@ -136,7 +161,9 @@ def test_dtypes_of_vectors(dtype, parameters, statistics):
         assert actual.dtype == statistics
         assert_close(actual, value, 0.51 * torch.finfo(statistics).eps + 2e-6)
     y = cpu.batch_norm_inference(x, mean, var, weight, bias, EPS)
-    oracle.assert_y_keeps_contract(y, oracle.batch_norm(x, weight, bias, running=(mean, var)), weight)
+    oracle.assert_y_keeps_contract(
+        y, oracle.batch_norm(x, weight, bias, running=(mean, var)), weight
+    )
 
 
 @pytest.mark.parametrize("mean", [8.0, 100.0, -1e4, 1e6])
@@ -177,10 +204,14 @@ def test_constant_channels(value, shape, layout, dtype):
     x[:, 1:] = min(value, torch.finfo(dtype).max)
     x, (weight, bias) = LAYOUTS[layout](x), vectors(shape[1], F64 if dtype == F64 else F32)
     y, _, mean, var = train(x, weight, bias)
-    assert torch.equal(y[:, 1:], bias[1:].to(dtype).view([1, -1] + [1] * (x.dim() - 2)).expand_as(y[:, 1:]))
+    assert torch.equal(
+        y[:, 1:], bias[1:].to(dtype).view([1, -1] + [1] * (x.dim() - 2)).expand_as(y[:, 1:])
+    )
     assert not var[1:].any()
     assert torch.equal(mean[1:], x[0].reshape(shape[1], -1)[1:, 0].to(mean.dtype))
-    oracle.assert_y_keeps_contract(y[:, :1], oracle.batch_norm(x[:, :1], weight[:1], bias[:1]), weight[:1])
+    oracle.assert_y_keeps_contract(
+        y[:, :1], oracle.batch_norm(x[:, :1], weight[:1], bias[:1]), weight[:1]
+    )
 
 
 @pytest.mark.parametrize("size", [1e19, 1e20, 1e30])
@@ -299,8 +330,10 @@ def exact_gradients(x, grad, weight, running=(None, None)) -> list[Tensor]:
 
 
 def assert_gradients(found, exact, grad, subset, dtypes) -> None:
-    """By the rounding of results and, in float32, of 16 units in the last place of the largest terms: those of dx are
-    a few times invstd * weight * grad; of a sum of n, by random signs, sqrt(n) of them, and grad's mean times n."""
+    """By the rounding of results and, in float32, of 16 units in the last place of the largest
+    terms: those of dx are a few times invstd * weight * grad; of a sum of n, by random signs,
+    sqrt(n) of them, and grad's mean times n.
+    """
     terms = 4.0 * (oracle.spread(grad) + grad.double().sum().abs().item() / grad.size(1))
     for actual, expected, wanted, dtype in zip(found, exact, subset, dtypes, strict=True):
         if not wanted:
@@ -308,16 +341,25 @@ def assert_gradients(found, exact, grad, subset, dtypes) -> None:
             continue
         assert (actual.shape, actual.dtype) == (expected.shape, dtype)
         slack = 1e-13 if dtype == F64 else 2**-19
-        assert_close(actual, expected, 0.51 * torch.finfo(dtype).eps + slack, 8.0 if actual.dim() > 1 else terms)
+        assert_close(
+            actual,
+            expected,
+            0.51 * torch.finfo(dtype).eps + slack,
+            8.0 if actual.dim() > 1 else terms,
+        )
 
 
 @pytest.mark.parametrize("subset", SUBSETS, **ids)
 @pytest.mark.parametrize("shape", [(300, 5), (8, 4, 4, 4), (6, 3, 30, 9)], **ids)
 @pytest.mark.parametrize(
-    ("dtype", "parameters"), [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F32), (F64, F64)], **ids
+    ("dtype", "parameters"),
+    [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F32), (F64, F64)],
+    **ids,
 )
 @pytest.mark.parametrize(
-    "layouts", [("contiguous", "channels last"), ("channels last", "strided"), ("permuted",) * 2], **ids
+    "layouts",
+    [("contiguous", "channels last"), ("channels last", "strided"), ("permuted",) * 2],
+    **ids,
 )
 def test_gradients(subset, shape, dtype, parameters, layouts):
     x, grad = randn(shape, dtype, 2.0, 1.0, layouts[0]), randn(shape, dtype, 0.5, 1.0, layouts[1])
@@ -341,7 +383,11 @@ def test_gradients(subset, shape, dtype, parameters, layouts):
 @CHANNELS_LAST
 def test_gradients_at_a_large_mean(mean, shape, layout):
     """As exact as at zero: what the rounded mean lacks is in stats."""
-    x, grad, (weight, _) = randn(shape, mean=mean, layout=layout), randn(shape, mean=1.0), vectors(shape[1])
+    x, grad, (weight, _) = (
+        randn(shape, mean=mean, layout=layout),
+        randn(shape, mean=1.0),
+        vectors(shape[1]),
+    )
     _, stats, _, _ = train(x)
     found = cpu.batch_norm_backward(grad, x, stats, weight, True, F32, F32)
     assert_gradients(found, exact_gradients(x, grad, weight), grad, (True,) * 3, (F32,) * 3)

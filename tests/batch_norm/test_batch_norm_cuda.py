@@ -1,5 +1,6 @@
-"""What only a CUDA device can show: streams, graphs, devices, and that nothing waits."""
+"""What only a CUDA device can show: streams, graphs, devices, that nothing waits, and size."""
 
+import oracle
 import pytest
 import torch
 
@@ -56,7 +57,7 @@ def test_side_stream():
 
 @pytest.mark.parametrize("shape", [(8, 16, 128, 128), (64, 32, 7, 7)], ids=str)
 def test_back_to_back_on_one_stream(shape):
-    """Launches overlap the kernel before: a chain must still see each result, and memory that is used again."""
+    """Launches overlap the kernel before: each result must be seen, also in memory used again."""
     x = torch.randn(shape, device="cuda")
     y = exact = x
     for _ in range(20):
@@ -87,7 +88,9 @@ def test_device_that_is_not_the_current_one():
     with torch.cuda.device(0):
         y = batch_norm(x, None, None, training=True)
     assert y.device == x.device
-    torch.testing.assert_close(y.cpu(), batch_norm(x.cpu(), None, None, training=True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y.cpu(), batch_norm(x.cpu(), None, None, training=True), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_no_gradient_is_dropped_without_no_grad():
@@ -97,3 +100,22 @@ def test_no_gradient_is_dropped_without_no_grad():
     y = module(x)
     assert not y.requires_grad
     assert torch.equal(y, module(x.clone().requires_grad_()).detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(2, 2, 23171, 23173), (2**16 + 3, 2**15 + 8, 1, 1)], ids=str)
+def test_more_than_2_to_the_31_elements(shape, channels_last):
+    x = torch.empty(shape, device="cuda", dtype=torch.float16)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    x.normal_(3.0, 2.0).requires_grad_()
+    assert x.numel() > 2**31
+    y = batch_norm(x, None, None, training=True)
+    dims = (0, 2, 3)
+    for part in (slice(0, 1), slice(-1, None)):  # the last channel lies beyond 2^31 elements too
+        exact = oracle.batch_norm(x[:, part].detach())
+        oracle.assert_y_keeps_contract(y[:, part].detach(), exact)
+    y.backward(torch.ones((), device="cuda", dtype=torch.float16).expand_as(y))
+    # The gradient of sum(y) is zero.
+    assert x.grad[:, -1:].abs().amax(dims).item() < 1e-3

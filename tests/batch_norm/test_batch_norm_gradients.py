@@ -52,7 +52,10 @@ def gradients(function, tensors, grad, training, buffers) -> list[Tensor]:
 def test_match_float64(case, training, device):
     x, weight, bias, grad = inputs_of(case, device)
     channels = case.sizes[1]
-    buffers = torch.full((channels,), case.mean, device=device), torch.full((channels,), 1.7, device=device)
+    buffers = (
+        torch.full((channels,), case.mean, device=device),
+        torch.full((channels,), 1.7, device=device),
+    )
     ours = gradients(batch_norm, (x, weight, bias), grad, training, buffers)
     exact_inputs = [None if t is None else t.double() for t in (x, weight, bias)]
     exact = gradients(F.batch_norm, exact_inputs, grad.double(), training, buffers)
@@ -65,7 +68,11 @@ def test_match_float64(case, training, device):
 @pytest.mark.parametrize("wanted", [0, 1, 2], ids=["x", "weight", "bias"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_one_gradient_alone(wanted, training, device):
-    tensors = [torch.randn(4, 3, 6, 6, device=device), torch.rand(3, device=device), torch.rand(3, device=device)]
+    tensors = [
+        torch.randn(4, 3, 6, 6, device=device),
+        torch.rand(3, device=device),
+        torch.rand(3, device=device),
+    ]
     buffers = torch.zeros(3, device=device), torch.ones(3, device=device)
     grad = torch.randn_like(tensors[0])
     expected = gradients(batch_norm, tensors, grad, training, buffers)[wanted]
@@ -77,7 +84,9 @@ def test_one_gradient_alone(wanted, training, device):
 
 GRADS = {
     "expanded": lambda y: torch.ones((), device=y.device).expand_as(y),
-    "of the other memory format": lambda y: torch.randn_like(y).to(memory_format=torch.channels_last),
+    "of the other memory format": lambda y: torch.randn_like(y).to(
+        memory_format=torch.channels_last
+    ),
     "strided": lambda y: torch.randn(*y.shape[:-1], 2 * y.size(-1), device=y.device)[..., ::2],
 }
 
@@ -90,7 +99,9 @@ def test_layouts_of_the_incoming_gradient(layout, training, device):
     buffers = torch.zeros(3, device=device), torch.ones(3, device=device)
     tensors = (x, torch.rand(3, device=device), torch.rand(3, device=device))
     expected = gradients(batch_norm, tensors, grad.contiguous(), training, buffers)
-    for actual, wanted in zip(gradients(batch_norm, tensors, grad, training, buffers), expected, strict=True):
+    for actual, wanted in zip(
+        gradients(batch_norm, tensors, grad, training, buffers), expected, strict=True
+    ):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -109,7 +120,11 @@ def test_input_that_is_a_view(training, device):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_buffers_may_change_before_the_backward(training, device):
     """Distributed data parallel broadcasts them, and a second forward updates them."""
-    tensors = (torch.randn(4, 3, 6, 6, device=device), torch.rand(3, device=device), torch.rand(3, device=device))
+    tensors = (
+        torch.randn(4, 3, 6, 6, device=device),
+        torch.rand(3, device=device),
+        torch.rand(3, device=device),
+    )
     buffers = [torch.zeros(3, device=device), torch.ones(3, device=device)]
     grad = torch.randn_like(tensors[0])
     expected = gradients(batch_norm, tensors, grad, training, buffers)
@@ -152,13 +167,19 @@ def test_double_backward(training, device):
         sum(g.square().sum() for g in first).backward()
         return [t.grad for t in leaves]
 
-    for actual, truth in zip(penalty(batch_norm, F32), penalty(F.batch_norm, torch.float64), strict=True):
+    for actual, truth in zip(
+        penalty(batch_norm, F32), penalty(F.batch_norm, torch.float64), strict=True
+    ):
         torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_checkpointing(training, device):
-    tensors = (torch.randn(4, 3, 6, 6, device=device), torch.rand(3, device=device), torch.rand(3, device=device))
+    tensors = (
+        torch.randn(4, 3, 6, 6, device=device),
+        torch.rand(3, device=device),
+        torch.rand(3, device=device),
+    )
     buffers = torch.zeros(3, device=device), torch.ones(3, device=device)
     grad = torch.randn_like(tensors[0])
 
@@ -178,7 +199,7 @@ def test_checkpointing(training, device):
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_autocast(dtype, device):
-    """The layer keeps its input's dtype; parameters keep float32 gradients; the backward runs outside autocast."""
+    """x keeps its dtype, parameters float32 gradients; the backward is outside autocast."""
     convolution = torch.nn.Conv2d(3, 4, 3, device=device)
     weight, bias = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
     with torch.autocast(device, dtype=dtype):

@@ -1,4 +1,4 @@
-"""BatchNorm2d as a drop-in for torch.nn.BatchNorm2d: construction, state, errors, and where modules go."""
+"""BatchNorm2d as a drop-in for torch's: construction, state, errors, and where modules go."""
 
 import copy
 import io
@@ -16,7 +16,13 @@ from torch import nn
 import cutlass_bn
 from cutlass_bn import BatchNorm2d
 
-OPTIONS = [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 1e-3, "momentum": 0.3}]
+OPTIONS = [
+    {},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"momentum": None},
+    {"eps": 1e-3, "momentum": 0.3},
+]
 
 
 def pair(device: str = "cpu", channels: int = 4, **options) -> tuple[BatchNorm2d, nn.BatchNorm2d]:
@@ -41,7 +47,9 @@ def test_several_steps_are_torchs(options, device):
     assert repr(ours) == repr(theirs)
     for training in (True, True, False, True, False):
         x = torch.randn(3, 4, 5, 6, device=device)
-        torch.testing.assert_close(ours.train(training)(x), theirs.train(training)(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours.train(training)(x), theirs.train(training)(x), rtol=1e-4, atol=1e-5
+        )
         assert_same_state(ours, theirs)
 
 
@@ -112,7 +120,11 @@ def test_copies_and_pickles(device):
     saved = io.BytesIO()
     torch.save(module, saved)
     saved.seek(0)
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)]
+    copies = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(saved, weights_only=False),
+    ]
     expected = module(x)
     for other in copies:
         assert torch.equal(other(x), expected)
@@ -123,20 +135,29 @@ def test_copies_and_pickles(device):
 ERRORS = {
     "three dimensions": (lambda m: m(torch.randn(2, 4, 5)), r"expected 4D input \(got 3D input\)"),
     "two dimensions": (lambda m: m(torch.randn(2, 4)), r"expected 4D input \(got 2D input\)"),
-    "one value per channel": (lambda m: m(torch.randn(1, 4, 1, 1)), "Expected more than 1 value per channel"),
+    "one value per channel": (
+        lambda m: m(torch.randn(1, 4, 1, 1)),
+        "Expected more than 1 value per channel",
+    ),
     "too few channels": (lambda m: m(torch.randn(2, 3, 5, 5)), None),
     "too many channels": (lambda m: m(torch.randn(2, 5, 5, 5)), None),
     "weight of another size": (lambda m: F_batch_norm(m, weight=torch.ones(3)), None),
     "integers": (lambda m: m(torch.ones(2, 4, 5, 5, dtype=torch.int64)), None),
     "running_mean alone": (lambda m: F_batch_norm(m, running_var=None), None),
-    "no running statistics": (lambda m: F_batch_norm(m, running_mean=None, running_var=None, training=False), None),
+    "no running statistics": (
+        lambda m: F_batch_norm(m, running_mean=None, running_var=None, training=False),
+        None,
+    ),
     "eps 0": (lambda m: F_batch_norm(m, eps=0.0), None),
 }
 
 
 def F_batch_norm(module: nn.BatchNorm2d, **changes):
     function = cutlass_bn.functional.batch_norm if isinstance(module, BatchNorm2d) else F.batch_norm
-    arguments = {name: getattr(module, name) for name in ("running_mean", "running_var", "weight", "bias", "eps")}
+    arguments = {
+        name: getattr(module, name)
+        for name in ("running_mean", "running_var", "weight", "bias", "eps")
+    }
     return function(torch.randn(2, 4, 5, 5), **{**arguments, "training": True, **changes})
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm with channels kept on chip (csrc/batch_norm/on_chip/plan.h): when, and what the shared cases don't show."""
+"""BatchNorm on chip (csrc/batch_norm/on_chip/plan.h): when, and what shared cases don't show."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +33,9 @@ def assert_right(x: Tensor) -> None:
     grad = torch.randn_like(x)
     oracle.poison("cuda", x.numel())
     exact = oracle.batch_norm(x, weight, torch.zeros_like(weight))
-    oracle.assert_y_keeps_contract(batch_norm(x, None, None, weight, torch.zeros_like(weight), True), exact, weight)
+    oracle.assert_y_keeps_contract(
+        batch_norm(x, None, None, weight, torch.zeros_like(weight), True), exact, weight
+    )
     wide = gradients(x.double(), grad.double(), weight.double(), torch.nn.functional.batch_norm)
     peers = gradients(x, grad, weight, torch.nn.functional.batch_norm)
     for actual, reference, peer in zip(gradients(x, grad, weight), wide, peers, strict=True):
@@ -58,7 +60,9 @@ def test_plan(sizes, dtype, forward, backward):
     x = torch.empty(sizes, dtype=dtype, device="cuda")
     assert is_on_chip(x, False) == (forward == "on chip")
     assert is_on_chip(x, True) == (backward == "on chip")
-    parts = [name for name, plan in (("forward", forward), ("backward", backward)) if plan == "on chip"]
+    parts = [
+        name for name, plan in (("forward", forward), ("backward", backward)) if plan == "on chip"
+    ]
     expected = "NCHW" + (", on chip " + " and ".join(parts) if parts else "")
     module = BatchNorm2d(sizes[1], device="cuda")
     assert explain(module, x).tile == expected
@@ -100,7 +104,7 @@ def test_against_float64(sizes, dtype):
 
 
 def test_shapes_above_cover_the_ring():
-    """Blocks that exchange while barriers change phase, several chunks a warp: as in use, not in small tests alone."""
+    """Blocks that exchange while barriers change phase, several chunks a warp: as in use."""
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("the plans are those of 132 multiprocessors")
     for dtype, sizes in ((F32, (64, 256, 56, 56)), (BF16, (128, 512, 28, 28))):
@@ -115,7 +119,10 @@ OUTLIERS = {
     # Where a warp's sums are taken around a first value that is far from the rest.
     "a plane's first rows": ((64, 64, 64, 64), lambda x: x[:, :, :3]),
     "a channel's first values": ((16, 200, 256, 256), lambda x: x[:1].flatten(2)[:, :, :128]),
-    "a plane's last values, a piece of one vector": ((8, 200, 12, 5419), lambda x: x.flatten(2)[:, :, -4:]),
+    "a plane's last values, a piece of one vector": (
+        (8, 200, 12, 5419),
+        lambda x: x.flatten(2)[:, :, -4:],
+    ),
     "a plane's last row": ((4, 64, 452, 452), lambda x: x[:, :, -1:]),
     "every other sample": ((64, 64, 56, 56), lambda x: x[::2]),
 }
@@ -167,8 +174,12 @@ def test_agrees_with_two_passes(sizes):
     unaligned = torch.empty(x.numel() + 1, device="cuda")[1:].view(sizes).copy_(x)
     assert is_on_chip(x, True)
     assert not is_on_chip(unaligned, True)
-    for actual, expected in zip(gradients(x, grad, weight), gradients(unaligned, grad, weight), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    for actual, expected in zip(
+        gradients(x, grad, weight), gradients(unaligned, grad, weight), strict=True
+    ):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+        )
     y = [batch_norm(t, None, None, weight, None, True) for t in (x, unaligned)]
     torch.testing.assert_close(*y, rtol=1e-6, atol=1e-6)
 
@@ -182,7 +193,9 @@ def test_graph_of_blocks_that_wait_for_each_other(momentum):
     def step(module: BatchNorm2d) -> tuple[Tensor, ...]:
         leaf = x.detach().requires_grad_()
         y = module(leaf)
-        return y.detach(), *torch.autograd.grad(y.square().sum() + y.sum(), [leaf, module.weight, module.bias])
+        return y.detach(), *torch.autograd.grad(
+            y.square().sum() + y.sum(), [leaf, module.weight, module.bias]
+        )
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -202,7 +215,7 @@ def test_graph_of_blocks_that_wait_for_each_other(momentum):
 
 
 def test_many_streams_at_once():
-    """Kernels whose blocks wait for each other, and others that take their room: none may hold up another for ever."""
+    """Kernels whose blocks wait for each other, others in their room: none may wait for ever."""
     inputs = [torch.randn(24, 6, 48, 52, device="cuda") for _ in range(4)]
     matrix = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     expected = [batch_norm(x, None, None, training=True) for x in inputs]
@@ -221,7 +234,10 @@ def test_many_streams_at_once():
 
 def test_plans_that_differ_in_one_graph():
     """Each kernel is launched with as much shared memory as its plan asks for."""
-    inputs = [torch.randn(sizes, device="cuda") for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))]
+    inputs = [
+        torch.randn(sizes, device="cuda")
+        for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))
+    ]
     expected = [batch_norm(x, None, None, training=True) for x in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -231,7 +247,10 @@ def test_plans_that_differ_in_one_graph():
 
 
 def test_plans_that_differ_in_many_threads():
-    inputs = [torch.randn(sizes, device="cuda") for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))]
+    inputs = [
+        torch.randn(sizes, device="cuda")
+        for sizes in ((64, 64, 56, 56), (2, 16, 20, 20), (24, 6, 48, 52))
+    ]
     expected = [batch_norm(x, None, None, training=True) for x in inputs]
 
     def run(x: Tensor) -> list[Tensor]:

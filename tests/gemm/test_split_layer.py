@@ -1,4 +1,4 @@
-"""The Linear + BatchNorm1d layer on split fp32 products: fp32 at PyTorch's default precision on a Hopper GPU."""
+"""The layer on split fp32 products: fp32 at PyTorch's default precision on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -30,12 +30,20 @@ from cutlass_bn.ops import linear_batch_norm as ops
 
 pytestmark = [pytest.mark.gpu, hopper]
 
-# Sizes near the smallest that are split. The rules are in csrc/linear_bn: dispatch.cpp for whether to, split/gemm.cpp
-# for the tile.
+# Sizes near the smallest that are split, by the rules of csrc/linear_bn/policy.cpp.
 LARGE = Case(1024, 1152, 256, "large tiles")
 SMALL = Case(512, 1024, 520, "small tiles", activation="silu")
-LARGE_TAILS = Case(1025, 900, 293, "large tiles, something left over everywhere, odd K", activation="gelu")
-SMALL_TAILS = Case(641, 820, 517, "small tiles, something left over everywhere, odd K", scale=False, activation="relu")
+LARGE_TAILS = Case(
+    1025, 900, 293, "large tiles, something left over everywhere, odd K", activation="gelu"
+)
+SMALL_TAILS = Case(
+    641,
+    820,
+    517,
+    "small tiles, something left over everywhere, odd K",
+    scale=False,
+    activation="relu",
+)
 CASES = {
     LARGE: "large",
     LARGE_TAILS: "large",
@@ -80,7 +88,12 @@ def test_matches_float64_as_well_as_pytorch(case, training):
 @TRAINING
 @pytest.mark.parametrize(
     "case",
-    [LARGE, LARGE_TAILS, SMALL, Case(1100, 520, 1030, "split products in the backward too, with tails")],
+    [
+        LARGE,
+        LARGE_TAILS,
+        SMALL,
+        Case(1100, 520, 1030, "split products in the backward too, with tails"),
+    ],
     ids=str,
 )
 def test_gradients(case, training):
@@ -89,7 +102,11 @@ def test_gradients(case, training):
     dy = torch.randn(case.m, case.n, device="cuda")
     exact, peer, ours = (
         gradients(function, of, training, dy)
-        for function, of in ((unfused, layer.double()), (unfused, layer.clone()), (fused, layer.clone()))
+        for function, of in (
+            (unfused, layer.double()),
+            (unfused, layer.clone()),
+            (fused, layer.clone()),
+        )
     )
     for name, gradient in ours.items():
         if not (training and name in ("bias", "scale")):  # what is left after cancellation
@@ -110,10 +127,23 @@ def test_the_switch():
     x, w = layer.input, layer.weight
     sgemm, exact = torch.mm(x, w.t()), x.double() @ w.double().t()
     assert torch.equal(product(x, w, ieee_fp32=True), sgemm)
-    u, stats = ops.stats(x, w, None, None, None, None, None, 0.1, 1e-5, fp32_products.FP32_PRODUCTS["ieee"])
+    u, stats = ops.stats(
+        x, w, None, None, None, None, None, 0.1, 1e-5, fp32_products.FP32_PRODUCTS["ieee"]
+    )
     assert torch.equal(u, sgemm)
     y = ops.transform(
-        x, w, None, None, None, None, u, stats, 1e-5, 0, torch.float32, fp32_products.FP32_PRODUCTS["ieee"]
+        x,
+        w,
+        None,
+        None,
+        None,
+        None,
+        u,
+        stats,
+        1e-5,
+        0,
+        torch.float32,
+        fp32_products.FP32_PRODUCTS["ieee"],
     )
     assert torch.equal(linear_batch_norm(x, w, training=True, ieee_fp32=True), y)
     split = product(x, w)
@@ -160,11 +190,18 @@ def test_what_is_split_into_which_tiles(sizes):
 
 @TRAINING
 def test_explain(training):
-    large, small = make_layer(LARGE, "cuda"), make_layer(Case(64, 128, 64, "hardly any work"), "cuda")
+    large, small = (
+        make_layer(LARGE, "cuda"),
+        make_layer(Case(64, 128, 64, "hardly any work"), "cuda"),
+    )
     path, tile, reason = plan(large, training)
     assert (path, reason) == ("fused", "")
     assert tile == "split large 128x128 tile"
-    assert plan(large, training, ieee_fp32=True) == ("portable", "", "IEEE float32 products were asked for")
+    assert plan(large, training, ieee_fp32=True) == (
+        "portable",
+        "",
+        "IEEE float32 products were asked for",
+    )
     path, tile, reason = plan(small, training)
     assert (path, tile) == ("portable", "")
     assert reason.startswith("SGEMM is faster")
@@ -241,12 +278,14 @@ def is_left_to_exact_kernel(layer: Layer) -> Tensor:
 
 @TRAINING
 def test_rows_that_the_planes_cannot_hold(training):
-    """Plain sums stand in for them where that matters, and their neighbours are as they should be."""
+    """Plain sums stand in for them where that matters; their neighbours are as they should be."""
     layer = make_layer(LARGE, "cuda")
     layer.input[100:110] *= torch.exp2(-60 * torch.rand(10, LARGE.k, device="cuda"))
     layer.input[1000, 5] = 1e-12
-    assert not is_left_to_exact_kernel(layer).any()  # the large elements of the weight meet large ones
-    # The planes hold the other elements of these rows to 2^-11, and the results in these columns are made of those.
+    # The large elements of the weight meet large ones.
+    assert not is_left_to_exact_kernel(layer).any()
+    # The planes hold the other elements of these rows to 2^-11, and the results in these columns
+    # are made of those.
     rows, columns = slice(200, 203), slice(5, 25)
     layer.input[rows, 0] = 2.0**40
     layer.weight[columns, 0] = 0.0
@@ -258,7 +297,8 @@ def test_rows_that_the_planes_cannot_hold(training):
     assert plan(layer, training).path == "fused"
     ours, theirs = fused(layer.clone(), training), unfused(layer.clone(), training)
     exact, _ = oracle(layer, training)
-    # In other columns these rows dwarf everything else, and in training decide on the variance by themselves.
+    # In other columns these rows dwarf everything else, and in training decide on the variance by
+    # themselves.
     for part in ((slice(None), columns), other_rows, *([] if training else [rows])):
         assert_no_worse(ours[part], theirs[part], exact[part], floor=3e-7)
 
@@ -269,6 +309,10 @@ def test_reads_nothing_but_its_inputs(training):
     layer = make_layer(SMALL_TAILS, "cuda")
     assert plan(layer, training).path == "fused"
     expected = fused(layer.clone(), training)
-    poison = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(8, 23) for _ in range(3)]
+    poison = [
+        torch.full((1 << size,), torch.nan, device="cuda")
+        for size in range(8, 23)
+        for _ in range(3)
+    ]
     del poison
     assert torch.equal(fused(layer, training), expected)

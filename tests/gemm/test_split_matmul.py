@@ -1,6 +1,7 @@
-"""split_fp32 and split_matmul: bits, accuracy against float64 and cuBLAS, Inf and NaN, gradients, errors.
+"""split_fp32 and split_matmul: bits, accuracy beside cuBLAS's, Inf and NaN, gradients, errors.
 
-On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd formulas can be checked.
+On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd
+formulas can be checked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cutlass_bn
 from cutlass_bn.ops import fp32_products
 
-pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
+pytestmark = pytest.mark.skipif(
+    not cutlass_bn.library_is_loaded(), reason="the compiled library is not there"
+)
 on_hopper = [pytest.mark.gpu, hopper]
 COLUMNS = pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 
@@ -49,7 +52,7 @@ def padded_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stored(matrix: Tensor, columns: bool) -> Tensor:
-    """The same matrix dense in columns or in rows, as a window into NaN that is aligned to nothing."""
+    """The same matrix dense in columns or in rows, as a misaligned window into NaN."""
     base = matrix.t() if columns else matrix
     around = matrix.new_full([size + 5 for size in base.shape], torch.nan)
     view = around[3 : 3 + base.size(0), 1 : 1 + base.size(1)]
@@ -97,13 +100,25 @@ def test_split_bit_for_bit(k, transposed, columns, device):
     matrix = stored((rows.t() if transposed else rows).to(device), columns)
     oracle.poison(device, *(-(-t.numel() * t.element_size() // 4) for t in expected))
     for _ in range(2):
-        for name, ours, theirs in zip(NAMES, fp32_products.split_fp32(matrix, transposed), expected, strict=True):
+        for name, ours, theirs in zip(
+            NAMES, fp32_products.split_fp32(matrix, transposed), expected, strict=True
+        ):
             assert torch.equal(ours, theirs), name
 
 
 NAMES = ("planes", "exponents", "census")
 SIZES = [
-    *((1, 1, 1), (2, 3, 1), (3, 2, 5), (7, 5, 3), (1, 70, 17), (70, 1, 64), (31, 37, 41), (33, 65, 70), (64, 64, 64)),
+    *(
+        (1, 1, 1),
+        (2, 3, 1),
+        (3, 2, 5),
+        (7, 5, 3),
+        (1, 70, 17),
+        (70, 1, 64),
+        (31, 37, 41),
+        (33, 65, 70),
+        (64, 64, 64),
+    ),
     *((127, 129, 63), (128, 128, 128), (129, 257, 255), (200, 136, 1000), (130, 140, 65536)),
     *((70_001, 3, 40), (3, 70_001, 40)),  # more than a grid dimension has blocks
     *((5, 7, 0), (0, 7, 5), (5, 0, 7)),
@@ -138,8 +153,11 @@ def test_any_size_and_order(sizes, a_columns, b_columns, device):
 def test_no_less_accurate_than_sgemm(operands, k):
     x, w = operands.make(1500, 1100, k)
     ours, theirs = errors(split(x, w), x, w), errors(mm(x, w), x, w)
-    # Where rows span so much that plain sums stand in for the split, these have another order than cuBLAS's.
-    plain_sums = left_to_exact_kernel(*(fp32_products.split_fp32(t, False)[2] for t in (x, w)), k).any()
+    # Where rows span so much that plain sums stand in for the split, these have another order than
+    # cuBLAS's.
+    plain_sums = left_to_exact_kernel(
+        *(fp32_products.split_fp32(t, False)[2] for t in (x, w)), k
+    ).any()
     for name, error in ours.items():
         allowed = (2.0 if plain_sums else 1.0) * max(theirs[name], UNIT)
         assert error <= allowed, f"{name}: {error:.3g}, SGEMM's {theirs[name]:.3g}"
@@ -166,7 +184,10 @@ NOT_FINITE = {
     "NaN in the weight": lambda x, w: _set(w, 71, 0, torch.nan),
     "infinity meets zero": lambda x, w: (_set(x, 7, 3, torch.inf), _set(w, slice(None), 3, 0.0)),
     "both infinities in a row": lambda x, w: (_set(x, 7, 3, torch.inf), _set(x, 7, 4, -torch.inf)),
-    "infinities meet": lambda x, w: (_set(x, slice(None, 9), 3, torch.inf), _set(w, slice(None, 9), 3, -torch.inf)),
+    "infinities meet": lambda x, w: (
+        _set(x, slice(None, 9), 3, torch.inf),
+        _set(w, slice(None, 9), 3, -torch.inf),
+    ),
     "overflow": lambda x, w: (
         _set(x, 7, slice(None), 0.0),
         _set(x, 7, 2, 3e38),
@@ -205,7 +226,9 @@ def test_opcheck(device):
     a, b = normal(20, 12, device), normal(12, 9, device)
     torch.library.opcheck(fp32_products.split_fp32, (a, False))
     torch.library.opcheck(fp32_products.split_fp32, (a.t(), True))
-    torch.library.opcheck(fp32_products.split_matmul, (a.requires_grad_(), b.t().contiguous().t().requires_grad_()))
+    torch.library.opcheck(
+        fp32_products.split_matmul, (a.requires_grad_(), b.t().contiguous().t().requires_grad_())
+    )
     torch.library.opcheck(fp32_products.split_matmul, (a.detach(), b))
 
 
@@ -222,7 +245,10 @@ def test_gradients(wanted, device):
         second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves)
         return [*torch.autograd.grad(function(*tensors).sum(), leaves), *first, *second]
 
-    ours, exact = gradients(fp32_products.split_matmul, torch.float32), gradients(torch.mm, torch.float64)
+    ours, exact = (
+        gradients(fp32_products.split_matmul, torch.float32),
+        gradients(torch.mm, torch.float64),
+    )
     for actual, expected in zip(ours, exact, strict=True):
         assert max_error(actual, expected) < 1e-5
 
@@ -230,7 +256,9 @@ def test_gradients(wanted, device):
 def test_batched_gradients(device):
     a, b = normal(6, 5, device).requires_grad_(), normal(5, 4, device)
     directions = torch.randn(3, 6, 4, device=device)
-    (da,) = torch.autograd.grad(fp32_products.split_matmul(a, b), a, directions, is_grads_batched=True)
+    (da,) = torch.autograd.grad(
+        fp32_products.split_matmul(a, b), a, directions, is_grads_batched=True
+    )
     assert max_error(da, directions.double() @ b.double().t()) < 1e-6
 
 
@@ -240,10 +268,19 @@ def test_fake_cuda_tensors(transposed):
         a, b = torch.empty(5, 13, device="cuda"), torch.empty(13, 7, device="cuda")
         planes, *codes = fp32_products.split_fp32(a, transposed)
         rows, width = (13, 8) if transposed else (5, 16)
-        assert (planes.shape, planes.dtype, planes.is_contiguous()) == ((2, rows, width), torch.float16, True)
+        assert (planes.shape, planes.dtype, planes.is_contiguous()) == (
+            (2, rows, width),
+            torch.float16,
+            True,
+        )
         assert [(code.shape, code.dtype) for code in codes] == [((rows,), torch.int32)] * 2
         c = fp32_products.split_matmul(a, b)
-        assert (c.shape, c.stride(), c.dtype, c.device.type) == ((5, 7), (8, 1), torch.float32, "cuda")
+        assert (c.shape, c.stride(), c.dtype, c.device.type) == (
+            (5, 7),
+            (8, 1),
+            torch.float32,
+            "cuda",
+        )
         with pytest.raises(RuntimeError, match=r"b: expected shape \[5, N\], got \[13, 7\]"):
             fp32_products.split_matmul(a.t(), b)
         with pytest.raises(RuntimeError, match="matrix: expected float32"):
@@ -257,7 +294,11 @@ MISTAKES = {
     "b's dtype": (1, lambda t: t.double(), "b: expected float32"),
     "a's device": (0, lambda t: t.cpu(), "a: expected a CUDA tensor"),
     "b's device": (1, lambda t: t.cpu(), "b: expected a tensor on cuda:0"),
-    "a's layout": (0, lambda t: t.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2], "a: expected"),
+    "a's layout": (
+        0,
+        lambda t: t.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2],
+        "a: expected",
+    ),
     "b's layout": (1, lambda t: t[:1, :1].expand_as(t), "b: expected"),
     "inner sizes": (1, lambda t: t[1:], "b: expected shape"),
 }
@@ -289,7 +330,7 @@ def test_errors_of_the_split(change):
 @pytest.mark.gpu
 @hopper
 def test_cuda_graph():
-    """Captured once; a replay sees new values, rows that need plain sums among them, and gives the same bits."""
+    """A replay sees new values, rows that need plain sums among them, and gives the same bits."""
     x, w = normal(700, 1000, "cuda"), spanning(60)(300, 1000, "cuda")
     split(x, w)
     graph = torch.cuda.CUDAGraph()
@@ -297,7 +338,9 @@ def test_cuda_graph():
         u = split(x, w)
     for values in (normal, spanning(60), normal):
         x.copy_(values(700, 1000, "cuda"))
-        plain_sums = left_to_exact_kernel(*(fp32_products.split_fp32(t, False)[2] for t in (x, w)), 1000).any()
+        plain_sums = left_to_exact_kernel(
+            *(fp32_products.split_fp32(t, False)[2] for t in (x, w)), 1000
+        ).any()
         assert plain_sums == (values is not normal)
         graph.replay()
         assert torch.equal(u, split(x, w))
@@ -307,12 +350,15 @@ def test_cuda_graph():
 @pytest.mark.gpu
 @hopper
 @COLUMNS
-@pytest.mark.parametrize("sizes", [(20_001, 1500, 4093), (1500, 20_001, 4093), (300, 1300, 65_536)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(20_001, 1500, 4093), (1500, 20_001, 4093), (300, 1300, 65_536)], ids=str
+)
 def test_the_larger_operand_is_split_in_blocks(sizes, columns):
-    """Of 128 MiB of planes, or 256 MiB where smaller ones wouldn't fill the GPU; the smaller one is split whole."""
+    """Of 128 MiB of planes, or 256 where smaller ones don't fill the GPU; the smaller one whole."""
     m, n, k = sizes
     x, w = normal(m, k, "cuda"), normal(n, k, "cuda")
-    for i, operand in enumerate((x, w)):  # the last result is made of what the planes can't hold: for the exact kernel
+    # The last result is made of what the planes can't hold: for the exact kernel.
+    for i, operand in enumerate((x, w)):
         operand[-1] *= 2.0**-45
         operand[-1, i] = 1.0
     a, b = stored(x, columns), stored(w.t(), columns)

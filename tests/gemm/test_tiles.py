@@ -50,7 +50,8 @@ def check(m: int, n: int, k: int, training: bool, tile: str = "", **options) -> 
     assert torch.equal(y, again)
     exact, exact_layer = oracle(make_layer(case, "cuda"), training)
     assert_no_worse(y, expected, exact, factor=3.0, what="y")
-    # Of two rows the variance is one difference, and carries the rounding of both to the stored type by chance.
+    # Of two rows the variance is one difference, and carries the rounding of both to the stored
+    # type by chance.
     floor = 2.0**-8 if m == 2 and case.dtype != torch.float32 else 1e-6
     for name in ("running_mean", "running_var"):
         ours, theirs, wanted = (getattr(of, name) for of in (layer, peer, exact_layer))

@@ -12,7 +12,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import cutlass_bn
 from cutlass_bn.ops import fp32_products
 
-pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
+pytestmark = pytest.mark.skipif(
+    not cutlass_bn.library_is_loaded(), reason="the compiled library is not there"
+)
 TF32 = fp32_products.FP32_PRODUCTS["tf32"]
 
 
@@ -57,11 +59,16 @@ def any_bits(*shape: int) -> torch.Tensor:
 )
 def test_bit_for_bit(shape, window):
     rows, columns = shape
-    around = any_bits(rows + 3, columns + 4).cuda()  # rows stay aligned where columns are a multiple of 4
+    # Rows stay aligned where columns are a multiple of 4.
+    around = any_bits(rows + 3, columns + 4).cuda()
     matrix = around[2 : 2 + rows, :columns] if window else around[:rows, :columns].contiguous()
     oracle.poison("cuda", columns * (rows + 3))
     result = fp32_products.transpose_fp32(matrix)
-    assert (result.shape, result.stride(), result.dtype) == ((columns, rows), (-(-rows // 4) * 4, 1), torch.float32)
+    assert (result.shape, result.stride(), result.dtype) == (
+        (columns, rows),
+        (-(-rows // 4) * 4, 1),
+        torch.float32,
+    )
     assert torch.equal(result.view(torch.int32), matrix.t().contiguous().view(torch.int32))
 
 
@@ -70,7 +77,8 @@ def test_an_address_that_is_aligned_to_nothing():
     base = any_bits(1 + 128 * 64).cuda()
     matrix = base[1:].view(128, 64)
     assert torch.equal(
-        fp32_products.transpose_fp32(matrix).view(torch.int32), matrix.t().contiguous().view(torch.int32)
+        fp32_products.transpose_fp32(matrix).view(torch.int32),
+        matrix.t().contiguous().view(torch.int32),
     )
 
 
@@ -101,7 +109,9 @@ def test_more_than_2_to_the_31_elements():
 
 def test_opcheck(device):
     torch.library.opcheck(fp32_products.transpose_fp32, (torch.rand(20, 13, device=device),))
-    torch.library.opcheck(fp32_products.transpose_fp32, (torch.rand(20, 16, device=device)[:, :12],))
+    torch.library.opcheck(
+        fp32_products.transpose_fp32, (torch.rand(20, 16, device=device)[:, :12],)
+    )
 
 
 def test_fake_cuda_tensors():
@@ -178,7 +188,11 @@ def test_which_products_take_it(a_columns, b_columns, changes, expected, device,
             monkeypatch.setattr(fp32_products, name, settings[name])
 
     def operand(shape, columns):
-        return torch.rand(shape[::-1], device=device).t() if columns else torch.rand(shape, device=device)
+        return (
+            torch.rand(shape[::-1], device=device).t()
+            if columns
+            else torch.rand(shape, device=device)
+        )
 
     a, b = operand(settings["a"], a_columns), operand(settings["b"], b_columns)
     c = fp32_products.matmul(a, b, fp32_products.FP32_PRODUCTS[settings["products"]])

@@ -1,4 +1,4 @@
-"""The kernels behind the backward of the Linear + BatchNorm1d layer, from y to u = x W^T, as an op of its own."""
+"""The kernels behind the layer's backward, from y to u = x W^T, as an op of its own."""
 
 from __future__ import annotations
 
@@ -35,17 +35,29 @@ class Columns:
         wide = self.u.double()
         var, mean = torch.var_mean(wide, 0, correction=0)
         scale = 1.0 if self.scale is None else self.scale.double()
-        return torch.stack([mean.float(), (mean - mean.float()).float(), (scale**2 * var + EPS).rsqrt().float()])
+        return torch.stack(
+            [mean.float(), (mean - mean.float()).float(), (scale**2 * var + EPS).rsqrt().float()]
+        )
 
     def ours(self, grad: Tensor, wanted: str = "usgb") -> dict[str, Tensor]:
         vectors = {"scale": self.scale, "gamma": self.gamma, "beta": self.beta}
         dtypes = [
-            F32 if t is None and name[0] in wanted else t.dtype if name[0] in wanted and t is not None else None
+            F32
+            if t is None and name[0] in wanted
+            else t.dtype
+            if name[0] in wanted and t is not None
+            else None
             for name, t in vectors.items()
         ]
         code = CODES[self.activation]
-        found = ops.backward(grad, self.u, self.stats(), *vectors.values(), EPS, code, "u" in wanted, *dtypes)
-        assert all(gradient.numel() == 0 for name, gradient in zip(NAMES, found, strict=True) if name[0] not in wanted)
+        found = ops.backward(
+            grad, self.u, self.stats(), *vectors.values(), EPS, code, "u" in wanted, *dtypes
+        )
+        assert all(
+            gradient.numel() == 0
+            for name, gradient in zip(NAMES, found, strict=True)
+            if name[0] not in wanted
+        )
         return {name: t for name, t in zip(NAMES, found, strict=True) if name[0] in wanted}
 
     def by_torch(self, grad: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -58,7 +70,11 @@ class Columns:
         z = leaves["u"] * leaves["scale"] if "scale" in leaves else leaves["u"]
         y = F.batch_norm(z, None, None, leaves.get("gamma"), leaves.get("beta"), True, 0.0, EPS)
         y = ACTIVATIONS[self.activation](y)
-        return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), grad.to(y.dtype)), strict=True))
+        return dict(
+            zip(
+                leaves, torch.autograd.grad(y, list(leaves.values()), grad.to(y.dtype)), strict=True
+            )
+        )
 
 
 def make(
@@ -84,7 +100,11 @@ def gradient_like(u: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def compare(columns: Columns, grad: Tensor, scale_floor: float = 3e-6) -> None:
-    exact, peer, found = columns.by_torch(grad, torch.float64), columns.by_torch(grad), columns.ours(grad)
+    exact, peer, found = (
+        columns.by_torch(grad, torch.float64),
+        columns.by_torch(grad),
+        columns.ours(grad),
+    )
     for name, expected in exact.items():
         assert found[name].dtype == getattr(columns, name).dtype
         rounding = torch.finfo(found[name].dtype).eps / 2
@@ -99,7 +119,9 @@ SHAPES = [(333, 136), (65, 33), (4, 8), (5, 1), (4, 1030), (5000, 24), (700, 110
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (FP16, FP16), (BF16, F32), (FP16, F32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(F32, F32), (BF16, BF16), (FP16, FP16), (BF16, F32), (FP16, F32)], ids=str
+)
 def test_gradients_match_float64(dtypes, shape, activation):
     columns = make(*shape, dtypes[0], activation)
     if dtypes[1] != dtypes[0]:
@@ -158,7 +180,9 @@ LAYOUTS = {
     "strided": lambda t: torch.randn(t.size(0), 2 * t.size(1), device=t.device).to(t.dtype)[:, ::2],
     "cropped": lambda t: F.pad(torch.randn_like(t), (8, 8))[:, 8:-8],
     "cropped and misaligned": lambda t: F.pad(torch.randn_like(t), (1, 2))[:, 1:-2],
-    "misaligned": lambda t: torch.randn(t.numel() + 1, device=t.device).to(t.dtype)[1:].view(t.shape),
+    "misaligned": lambda t: (
+        torch.randn(t.numel() + 1, device=t.device).to(t.dtype)[1:].view(t.shape)
+    ),
 }
 
 
@@ -195,12 +219,18 @@ def test_repeats_bit_for_bit(dtype, activation):
     first = columns.ours(grad)
     for _ in range(3):
         oracle.poison("cuda", columns.u.numel())
-        assert all(torch.equal(a, b) for a, b in zip(first.values(), columns.ours(grad).values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first.values(), columns.ours(grad).values(), strict=True)
+        )
 
 
 def test_rows_of_the_gradient_are_padded():
     for dtype, stride in ((F32, 36), (BF16, 40)):
-        assert make(20, 33, dtype).ours(torch.ones(20, 33, device="cuda"), "u")["u"].stride() == (stride, 1)
+        assert make(20, 33, dtype).ours(torch.ones(20, 33, device="cuda"), "u")["u"].stride() == (
+            stride,
+            1,
+        )
 
 
 def test_one_bad_value_stays_in_its_column():

@@ -1,4 +1,4 @@
-"""functional.linear_batch_norm: values, running statistics, numerics, layouts, errors. On the CPU and on CUDA."""
+"""functional.linear_batch_norm on CPU and CUDA: values, statistics, numerics, layouts, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_matches_float64(case, training, device):
     exact, exact_layer = oracle(make_layer(case, device), training)
     assert y.dtype == expected_y.dtype
     assert y.is_contiguous()
-    # The tensor core's TF32 inputs may be truncated where cuBLAS rounds: up to twice the error of an input.
+    # The tensor core's TF32 inputs may be truncated where cuBLAS rounds: up to twice the error of
+    # an input.
     assert_no_worse(y, expected_y, exact, factor=3.0 if case.tf32 else 2.0, what="y")
     for name in ("running_mean", "running_var"):
         ours, theirs, expected = (getattr(of, name) for of in (layer, peer, exact_layer))
@@ -57,7 +58,7 @@ def test_repeats_bit_for_bit(dtype, device):
 @TRAINING
 @pytest.mark.parametrize(("n", "k"), [(136, 64), (35, 25)], ids=["aligned", "odd"])
 def test_reads_nothing_but_its_inputs(n, k, training, device):
-    """Operands are windows into NaN, and so is the memory that outputs and workspace are allocated from."""
+    """Operands are windows into NaN, and so is the memory of outputs and workspace."""
     case = Case(70, n, k, "tails")
     layer = make_layer(case, device)
     expected = fused(layer.clone(), training)
@@ -83,13 +84,18 @@ LAYOUTS = {
         input=torch.nn.functional.pad(layer.input, (0, 8))[:, :-8],
         weight=torch.nn.functional.pad(layer.weight, (0, 8))[:, :-8],
     ),
-    "misaligned rows": lambda layer: replace(layer, input=torch.nn.functional.pad(layer.input, (1, 2))[:, 1:-2]),
+    "misaligned rows": lambda layer: replace(
+        layer, input=torch.nn.functional.pad(layer.input, (1, 2))[:, 1:-2]
+    ),
     "misaligned offset": lambda layer: replace(
-        layer, weight=torch.nn.functional.pad(layer.weight.flatten(), (1, 0))[1:].view_as(layer.weight)
+        layer,
+        weight=torch.nn.functional.pad(layer.weight.flatten(), (1, 0))[1:].view_as(layer.weight),
     ),
     "every other row": lambda layer: replace(layer, input=layer.input.repeat_interleave(2, 0)[::2]),
     "expanded parameters": lambda layer: replace(
-        layer, gamma=layer.gamma[:1].expand_as(layer.gamma), scale=layer.scale[:1].expand_as(layer.scale)
+        layer,
+        gamma=layer.gamma[:1].expand_as(layer.gamma),
+        scale=layer.scale[:1].expand_as(layer.scale),
     ),
     "strided running statistics": lambda layer: replace(
         layer,
@@ -107,7 +113,9 @@ def test_ieee_fp32_is_of_no_effect_where_nothing_is_split(device):
 @TRAINING
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, training, device):
-    layer = LAYOUTS[layout](make_layer(Case(96, 72, 40, "aligned before the layout changes it"), device))
+    layer = LAYOUTS[layout](
+        make_layer(Case(96, 72, 40, "aligned before the layout changes it"), device)
+    )
     dense = layer.map(lambda t: t.clone(memory_format=torch.contiguous_format))
     y = fused(layer, training)
     exact, exact_layer = oracle(dense, training)
@@ -117,7 +125,7 @@ def test_layouts(layout, training, device):
 
 
 def test_rows_that_are_all_the_same(device):
-    """An expanded input (stride 0): every channel is constant, so y is beta exactly and the variance 0."""
+    """An expanded input (stride 0): channels are constant, so y is beta exactly, the variance 0."""
     layer = make_layer(Case(64, 24, 16, "constant channels", scale=False), device)
     layer = replace(layer, input=layer.input[:1].expand(64, 16))
     y = fused(layer, True, momentum=1.0)
@@ -144,7 +152,7 @@ def test_large_bias_does_not_hurt(device):
 
 
 def test_known_running_statistics(device):
-    """x = [1, 3] with momentum 1: mean 2, unbiased variance 2; the bias only moves the mean, the scale both."""
+    """x = [1, 3], momentum 1: mean 2, unbiased variance 2; bias only moves the mean, scale both."""
     ones = torch.ones(1, device=device)
     layer = Layer(
         torch.tensor([[1.0], [3.0]], device=device),
@@ -225,9 +233,17 @@ def test_half_sums_do_not_overflow(device):
 @TRAINING
 def test_empty(empty, training, device):
     case = replace(Case(6, 8, 8, "no elements"), **{empty: 0})
-    layer = make_layer(case, device).requires_grad() if empty != "k" else make_layer(replace(case, k=1), device)
+    layer = (
+        make_layer(case, device).requires_grad()
+        if empty != "k"
+        else make_layer(replace(case, k=1), device)
+    )
     if empty == "k":
-        layer = replace(layer, input=layer.input[:, :0], weight=layer.weight[:, :0]).clone().requires_grad()
+        layer = (
+            replace(layer, input=layer.input[:, :0], weight=layer.weight[:, :0])
+            .clone()
+            .requires_grad()
+        )
     before = layer.clone()
     y = fused(layer, training)
     assert y.shape == (case.m, case.n)
@@ -263,26 +279,52 @@ def test_more_than_2_to_the_31_elements(k):
     u = x.double() @ weight.double().t()[:, :16]
     expected = torch.nn.functional.batch_norm(u, None, None, training=True)[rows]
     assert max_error(y[rows, :16], expected) < 2e-2
-    last = torch.nn.functional.batch_norm(x.double() @ weight.double().t()[:, -16:], None, None, training=True)[rows]
+    last = torch.nn.functional.batch_norm(
+        x.double() @ weight.double().t()[:, -16:], None, None, training=True
+    )[rows]
     assert max_error(y[rows, -16:], last) < 2e-2
 
 
 ERRORS = {
     "1-D input": (lambda a: a | {"input": a["input"][0]}, ValueError, "expected 2D input"),
     "3-D input": (lambda a: a | {"input": a["input"][None]}, ValueError, "expected 2D input"),
-    "one row": (lambda a: a | {"input": a["input"][:1]}, ValueError, "Expected more than 1 value per channel"),
+    "one row": (
+        lambda a: a | {"input": a["input"][:1]},
+        ValueError,
+        "Expected more than 1 value per channel",
+    ),
     "activation": (lambda a: a | {"activation": "tanh"}, ValueError, "activation: expected"),
-    "inner sizes": (lambda a: a | {"weight": a["weight"][:, :-1]}, RuntimeError, "weight: expected shape"),
-    "weight's dtype": (lambda a: a | {"weight": a["weight"].half()}, RuntimeError, "weight: expected"),
+    "inner sizes": (
+        lambda a: a | {"weight": a["weight"][:, :-1]},
+        RuntimeError,
+        "weight: expected shape",
+    ),
+    "weight's dtype": (
+        lambda a: a | {"weight": a["weight"].half()},
+        RuntimeError,
+        "weight: expected",
+    ),
     "bias's dtype": (lambda a: a | {"bias": a["bias"].half()}, RuntimeError, "bias: expected"),
-    "scale's shape": (lambda a: a | {"scale": a["scale"][:1]}, RuntimeError, "scale: expected shape"),
-    "gamma's shape": (lambda a: a | {"gamma": a["gamma"][None]}, RuntimeError, "gamma: expected shape"),
+    "scale's shape": (
+        lambda a: a | {"scale": a["scale"][:1]},
+        RuntimeError,
+        "scale: expected shape",
+    ),
+    "gamma's shape": (
+        lambda a: a | {"gamma": a["gamma"][None]},
+        RuntimeError,
+        "gamma: expected shape",
+    ),
     "running statistics' shape": (
         lambda a: a | {"running_var": a["running_var"][:-1]},
         RuntimeError,
         "running_var: exp",
     ),
-    "half of the running statistics": (lambda a: a | {"running_var": None}, RuntimeError, "both or neither"),
+    "half of the running statistics": (
+        lambda a: a | {"running_var": None},
+        RuntimeError,
+        "both or neither",
+    ),
 }
 
 
@@ -298,7 +340,9 @@ def test_errors_change_nothing(mistake, device):
     assert layer.num_batches_tracked == 0
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     m=st.integers(16, 300),
     n=st.integers(1, 300),

@@ -1,4 +1,4 @@
-"""The Linear + BatchNorm1d layer on CPU tensors (cutlass_bn.cpu) against float64 and PyTorch's own operations."""
+"""The Linear + BatchNorm1d layer on CPU tensors against float64 and PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ def forward(layer: Layer, training: bool, dtype: torch.dtype, momentum: float = 
 
 
 def run(layer: Layer, training: bool) -> tuple[Layer, Layer, Layer]:
-    """y of ours, of PyTorch's in the same dtype and in float64, as `.y` of the layers they have updated."""
+    """y of ours, of PyTorch's in the same dtype and in float64, as `.y` of the updated layers."""
     ours, peer, wide = layer.clone(), layer.clone(), layer.double()
-    dtype = torch.promote_types(layer.input.dtype, layer.scale.dtype) if layer.scale is not None else layer.input.dtype
+    dtype = (
+        torch.promote_types(layer.input.dtype, layer.scale.dtype)
+        if layer.scale is not None
+        else layer.input.dtype
+    )
     ours.y = forward(ours, training, dtype)
     peer.y, wide.y = (linear_cases.unfused(other, training) for other in (peer, wide))
     assert (ours.y.shape, ours.y.dtype) == (wide.y.shape, dtype)
@@ -68,10 +72,15 @@ def test_linear_with_a_large_mean(training):
     z = (layer.input.double() @ layer.weight.double().t() + layer.bias) * layer.scale
     layer.running_mean, layer.running_var = z.mean(0).float(), z.var(0).float()
     ours, _, wide = run(layer, training)
-    products = (layer.input.abs() @ layer.weight.abs().t()) * layer.scale.abs() / (z.var(0) + EPS).sqrt()
+    products = (
+        (layer.input.abs() @ layer.weight.abs().t()) * layer.scale.abs() / (z.var(0) + EPS).sqrt()
+    )
     rounding = 2**-23 * ((z.mean(0).abs() / (z.var(0) + EPS).sqrt()) + products) + 1e-5
     assert ((ours.y - wide.y).abs() <= layer.gamma.abs() * rounding + 2**-22 * wide.y.abs()).all()
-    assert ((ours.running_mean - wide.running_mean).abs() <= 2**-22 * z.mean(0).abs() + products.amax(0) * 2**-22).all()
+    assert (
+        (ours.running_mean - wide.running_mean).abs()
+        <= 2**-22 * z.mean(0).abs() + products.amax(0) * 2**-22
+    ).all()
 
 
 @TRAINING
@@ -91,37 +100,59 @@ def test_bias_belongs_to_what_half_precision_rounds(training, dtype):
 
 
 @pytest.mark.parametrize(
-    ("case", "mean"), [(case, mean) for case in CASES for mean in (0.0, 1e4) if case.dtype == F32 or not mean], **ids
+    ("case", "mean"),
+    [(case, mean) for case in CASES for mean in (0.0, 1e4) if case.dtype == F32 or not mean],
+    **ids,
 )
 @pytest.mark.parametrize(
-    "subset", [(1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 0), (0, 0, 0, 1)], **ids
+    "subset",
+    [(1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 0), (0, 0, 0, 1)],
+    **ids,
 )
 def test_linear_gradients(case, mean, subset):
     layer = make_layer(case, "cpu")
     if layer.scale is not None:
         layer.scale[-1] = 0.0
-    code, vectors_ = list(ACTIVATIONS).index(case.activation), (layer.scale, layer.gamma, layer.beta)
+    code, vectors_ = (
+        list(ACTIVATIONS).index(case.activation),
+        (layer.scale, layer.gamma, layer.beta),
+    )
     u = (torch.randn(case.m, case.n) + mean).to(case.dtype)
-    dtype = case.dtype if layer.scale is None else torch.promote_types(case.dtype, layer.scale.dtype)
+    dtype = (
+        case.dtype if layer.scale is None else torch.promote_types(case.dtype, layer.scale.dtype)
+    )
     grad = (torch.randn(case.m, case.n) + 0.5).to(dtype)
     var, exact_mean = torch.var_mean(u.double(), 0, correction=0)
     scale = torch.ones(case.n) if layer.scale is None else layer.scale.double()
-    stats = torch.stack((exact_mean, exact_mean - exact_mean.float(), (scale.square() * var + EPS).rsqrt())).float()
-    asked = [v.dtype if wanted and v is not None else None for wanted, v in zip(subset[1:], vectors_, strict=True)]
-    found = cpu.linear_batch_norm_backward(grad, u, stats, *vectors_, EPS, code, bool(subset[0]), *asked)
+    stats = torch.stack(
+        (exact_mean, exact_mean - exact_mean.float(), (scale.square() * var + EPS).rsqrt())
+    ).float()
+    asked = [
+        v.dtype if wanted and v is not None else None
+        for wanted, v in zip(subset[1:], vectors_, strict=True)
+    ]
+    found = cpu.linear_batch_norm_backward(
+        grad, u, stats, *vectors_, EPS, code, bool(subset[0]), *asked
+    )
 
     def gradients(precise: bool) -> list[Tensor | None]:
-        leaves = [None if v is None else (v.double() if precise else v).detach() for v in (u, *vectors_)]
+        leaves = [
+            None if v is None else (v.double() if precise else v).detach() for v in (u, *vectors_)
+        ]
         with torch.enable_grad():
             for leaf in leaves:
                 _ = None if leaf is None else leaf.requires_grad_()
             z = leaves[0] if leaves[1] is None else leaves[0] * leaves[1]
-            y = ACTIVATIONS[case.activation](F.batch_norm(z, None, None, *leaves[2:], True, 0.0, EPS))
+            y = ACTIVATIONS[case.activation](
+                F.batch_norm(z, None, None, *leaves[2:], True, 0.0, EPS)
+            )
             wanted = [leaf for leaf in leaves if leaf is not None]
             of_leaves = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype)))
         return [None if leaf is None else next(of_leaves) for leaf in leaves]
 
-    for actual, peer, exact, wanted in zip(found, gradients(False), gradients(True), subset, strict=True):
+    for actual, peer, exact, wanted in zip(
+        found, gradients(False), gradients(True), subset, strict=True
+    ):
         if not wanted or exact is None:
             assert actual.shape == (0,)
             continue

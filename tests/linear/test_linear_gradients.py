@@ -29,7 +29,15 @@ CASES = [
     Case(65, 40, 24, "everything present", activation="gelu"),
     Case(64, 33, 17, "odd sizes", bias=False, activation="silu"),
     Case(300, 136, 40, "several row steps", activation="relu"),
-    Case(77, 35, 24, "bf16, odd N: rows of u and of its gradient are padded", BF16, scale=False, activation="silu"),
+    Case(
+        77,
+        35,
+        24,
+        "bf16, odd N: rows of u and of its gradient are padded",
+        BF16,
+        scale=False,
+        activation="silu",
+    ),
     Case(77, 35, 24, "fp16, odd N, fp32 out", FP16, activation="gelu"),
     Case(64, 32, 16, "no scale, no affine", scale=False, affine=False, activation="relu"),
     Case(96, 40, 32, "bf16 with fp32 parameters", BF16, activation="relu"),
@@ -61,7 +69,7 @@ def test_bias_gradient_is_zero_in_training(device):
 
 
 def test_scale_gradient_in_training(device):
-    """The normalisation undoes the scale, so its gradient is what eps leaves: compared where eps is large."""
+    """Normalising undoes the scale, so its gradient is what eps leaves: compared at a large eps."""
     case = Case(65, 40, 24, "a large eps", activation="silu")
     layer = make_layer(case, device)
     dy = torch.randn(case.m, case.n, device=device)
@@ -76,7 +84,7 @@ def test_scale_gradient_in_training(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 def test_scale_gradient_does_not_cancel(activation):
-    """At a usual eps next to nothing is left of its terms: by subtraction in float32 all of it would be noise."""
+    """At a usual eps next to nothing is left of its terms: by float32 subtraction, only noise."""
     case = Case(200, 40, 24, "a usual eps", activation=activation)
     layer = make_layer(case, "cuda")
     dy = torch.randn(case.m, case.n, device="cuda")
@@ -86,7 +94,7 @@ def test_scale_gradient_does_not_cancel(activation):
 
 @TRAINING
 def test_gradient_at_scale_zero(training, device):
-    """There z is constant and yet dy/dscale is not zero: an unscaled copy of u, or exact formulas, are needed."""
+    """z is constant and dy/dscale isn't 0: that needs an unscaled u, or exact formulas."""
     case = Case(65, 8, 24, "scale zero")
     layer = make_layer(case, device)
     layer.scale.zero_()
@@ -107,14 +115,20 @@ def test_one_gradient_alone(wanted, training, device):
     layer = make_layer(case, device)
     getattr(layer, wanted).requires_grad_()
     fused(layer, training).backward(dy)
-    assert max_error(getattr(layer, wanted).grad, everything[wanted]) < 1e-6 or not everything[wanted].any()
+    assert (
+        max_error(getattr(layer, wanted).grad, everything[wanted]) < 1e-6
+        or not everything[wanted].any()
+    )
     assert all(t.grad is None for name, t in layer.differentiable().items() if name != wanted)
 
 
 @TRAINING
 def test_strided_output_gradients(training, device):
     case = Case(40, 24, 16, "expanded and transposed")
-    for dy in (torch.ones((), device=device).expand(40, 24), torch.randn(24, 40, device=device).t()):
+    for dy in (
+        torch.ones((), device=device).expand(40, 24),
+        torch.randn(24, 40, device=device).t(),
+    ):
         exact = gradients(unfused, make_layer(case, device).double(), training, dy)
         ours = gradients(fused, make_layer(case, device), training, dy)
         constant = dy.stride() == (0, 0)  # in training nothing of it gets through the normalisation
@@ -140,11 +154,15 @@ def test_buffers_may_change_before_the_backward(training, device):
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 def test_gradcheck(activation, training):
     """CPU, float64: first and second derivatives by finite differences."""
-    layer = make_layer(Case(5, 3, 4, "small", activation=activation), "cpu").double().requires_grad()
+    layer = (
+        make_layer(Case(5, 3, 4, "small", activation=activation), "cpu").double().requires_grad()
+    )
     names = list(layer.differentiable())
 
     def function(*tensors: Tensor) -> Tensor:
-        return fused(replace(layer.map(torch.clone), **dict(zip(names, tensors, strict=True))), training)
+        return fused(
+            replace(layer.map(torch.clone), **dict(zip(names, tensors, strict=True))), training
+        )
 
     values = tuple(layer.differentiable().values())
     assert torch.autograd.gradcheck(function, values)
@@ -165,7 +183,10 @@ def test_double_backward(activation, training, device):
         return {k: v for k, v in zip(leaves, found, strict=True) if v is not None}
 
     exact = penalty(unfused, make_layer(case, device).double())
-    ours, peers = penalty(fused, make_layer(case, device)), penalty(unfused, make_layer(case, device))
+    ours, peers = (
+        penalty(fused, make_layer(case, device)),
+        penalty(unfused, make_layer(case, device)),
+    )
     for name, gradient in exact.items():
         if not (training and name == "scale"):
             assert_no_worse(ours[name], peers[name], gradient, floor=1e-5, what=name)
@@ -173,13 +194,17 @@ def test_double_backward(activation, training, device):
 
 @TRAINING
 def test_a_batch_of_gradients(training, device):
-    layer = make_layer(Case(40, 24, 16, "several gradients at once", activation="gelu"), device).requires_grad()
+    layer = make_layer(
+        Case(40, 24, 16, "several gradients at once", activation="gelu"), device
+    ).requires_grad()
     leaves = list(layer.differentiable().values())
     y = fused(layer, training)
     dys = torch.randn(3, *y.shape, device=device)
     batched = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
     for i, dy in enumerate(dys):
-        for together, alone in zip(batched, torch.autograd.grad(y, leaves, dy, retain_graph=True), strict=True):
+        for together, alone in zip(
+            batched, torch.autograd.grad(y, leaves, dy, retain_graph=True), strict=True
+        ):
             torch.testing.assert_close(together[i], alone, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""LinearBatchNorm1d: drop-in for the separate modules in state, errors, flags, and what happens to its children."""
+"""LinearBatchNorm1d: drop-in for the separate modules in state, errors, flags; its children."""
 
 from __future__ import annotations
 
@@ -91,12 +91,19 @@ FLAGS = {
     "momentum 0.5": lambda m: setattr(m.bn, "momentum", 0.5),
     "eps": lambda m: setattr(m.bn, "eps", 0.5),
     "tracking switched off": lambda m: setattr(m.bn, "track_running_stats", False),
-    "tracking switched off, eval": lambda m: (setattr(m.bn, "track_running_stats", False), m.eval()),
+    "tracking switched off, eval": lambda m: (
+        setattr(m.bn, "track_running_stats", False),
+        m.eval(),
+    ),
     "frozen": lambda m: m.requires_grad_(False),
     "scale removed": lambda m: setattr(m, "scale", None),
     "bias removed": lambda m: setattr(m.gemm, "bias", None),
     "affine removed": lambda m: (setattr(m.bn, "weight", None), setattr(m.bn, "bias", None)),
-    "buffers removed": lambda m: (setattr(m.bn, "running_mean", None), setattr(m.bn, "running_var", None), m.eval()),
+    "buffers removed": lambda m: (
+        setattr(m.bn, "running_mean", None),
+        setattr(m.bn, "running_var", None),
+        m.eval(),
+    ),
 }
 
 
@@ -172,7 +179,9 @@ def test_changed_children_are_honoured(change):
 def test_global_hooks_see_the_children():
     module, _ = pair()
     seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda child, *_: seen.append(type(child)))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda child, *_: seen.append(type(child))
+    )
     try:
         module(inputs())
     finally:
@@ -240,7 +249,11 @@ def test_copies(device):
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)]
+    copies = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(file, weights_only=False),
+    ]
     expected = module(inputs(device))
     for other in copies:
         assert torch.equal(other(inputs(device)), expected)
@@ -284,7 +297,11 @@ def test_ieee_fp32_is_kept():
     assert not pickle.loads(pickle.dumps(module)).arguments()["ieee_fp32"]
 
 
-OPTIONS = [{"scale": True}, {"scale": False, "bias": False}, {"affine": False, "track_running_stats": False}]
+OPTIONS = [
+    {"scale": True},
+    {"scale": False, "bias": False},
+    {"affine": False, "track_running_stats": False},
+]
 
 
 def spoil(module):
@@ -342,7 +359,7 @@ class TestResetParameters:
     @pytest.mark.filterwarnings("ignore::FutureWarning")
     @pytest.mark.parametrize("change", CHILDREN)
     def test_changed_children(self, change):
-        """They may have nothing to reset, or reset in their own way: the rest is reset all the same."""
+        """They may have nothing to reset, or reset in their own way: the rest is reset anyway."""
         module, _ = pair()
         CHILDREN[change](module)
         with torch.no_grad():

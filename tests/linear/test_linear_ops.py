@@ -1,6 +1,7 @@
-"""The registered ops: opcheck, fake tensors, errors of raw calls. No GPU is needed but for the kernels themselves.
+"""The registered ops: opcheck, fakes, errors of raw calls. Only the kernels need a GPU.
 
-On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd formulas can be checked.
+On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd
+formulas can be checked.
 """
 
 from __future__ import annotations
@@ -17,29 +18,39 @@ from cutlass_bn import functional
 from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as ops
 
-pytestmark = pytest.mark.skipif(not cutlass_bn.library_is_loaded(), reason="the compiled library is not there")
+pytestmark = pytest.mark.skipif(
+    not cutlass_bn.library_is_loaded(), reason="the compiled library is not there"
+)
 CASE = Case(20, 11, 8, "odd N: u has padded rows", activation="gelu")
 
 
-def _cpu_stats(input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, fp32_products):
+def _cpu_stats(
+    input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, fp32_products
+):
     width = 16 // input.element_size()
     row = -(-len(weight) // width) * width
     u = input.new_empty_strided((len(input), len(weight)), (row, 1)).copy_(input @ weight.t())
     var, mean = torch.var_mean(u.double(), 0, correction=0)
     gain = 1.0 if scale is None else scale.double()
-    stats = torch.stack([mean.float(), (mean - mean.float()).float(), torch.rsqrt(gain**2 * var + eps).float()])
+    stats = torch.stack(
+        [mean.float(), (mean - mean.float()).float(), torch.rsqrt(gain**2 * var + eps).float()]
+    )
     counter.add_(1)
     running_mean.lerp_((mean + bias).float() * scale, momentum)
     running_var.lerp_((var * len(u) / (len(u) - 1)).float() * scale**2, momentum)
     return u, stats
 
 
-def _cpu_transform(input, weight, bias, scale, gamma, beta, u, stats, eps, activation, dtype, fp32_products):
+def _cpu_transform(
+    input, weight, bias, scale, gamma, beta, u, stats, eps, activation, dtype, fp32_products
+):
     y = (u - stats[0] - stats[1]) * (stats[2] * scale) * gamma + beta
     return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
 
 
-def _cpu_backward(grad, u, stats, scale, gamma, beta, eps, activation, u_grad, scale_grad, gamma_grad, beta_grad):
+def _cpu_backward(
+    grad, u, stats, scale, gamma, beta, eps, activation, u_grad, scale_grad, gamma_grad, beta_grad
+):
     mean, remainder, invstd = stats
     centred = (u - mean) - remainder
     normalised = centred * (scale * invstd)
@@ -52,11 +63,16 @@ def _cpu_backward(grad, u, stats, scale, gamma, beta, eps, activation, u_grad, s
     vectors = ((dscale, scale_grad), (dgamma, gamma_grad), (dbeta, beta_grad))
     return (
         du if u_grad else u.new_empty(0),
-        *(u.new_empty(0, dtype=torch.float32) if dtype is None else t.to(dtype) for t, dtype in vectors),
+        *(
+            u.new_empty(0, dtype=torch.float32) if dtype is None else t.to(dtype)
+            for t, dtype in vectors
+        ),
     )
 
 
-def _cpu_inference(input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, fp32_products):
+def _cpu_inference(
+    input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, fp32_products
+):
     y = (scale * (input @ weight.t() + bias) - mean) * torch.rsqrt(var + eps) * gamma + beta
     return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
 
@@ -75,15 +91,27 @@ def kernels(device):
 
 def arguments(device, dtype=torch.float32, products=fp32_products.FP32_PRODUCTS["ieee"]):
     """The arguments of each op."""
-    layer = make_layer(Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device)
+    layer = make_layer(
+        Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device
+    )
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
-    u, stats = ops.stats(x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, products)
+    u, stats = ops.stats(
+        x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, products
+    )
     for t in (x, w, b, s, gamma, beta):
         t.requires_grad_()
     dy = torch.linspace(-1.0, 1.0, u.numel()).view_as(u).to(u)
     vectors = [t.detach() for t in (s, gamma, beta)]
     return {
-        "stats": (*(t.detach() for t in (x, w, b, s)), mean, var, layer.num_batches_tracked, 0.1, EPS, products),
+        "stats": (
+            *(t.detach() for t in (x, w, b, s)),
+            mean,
+            var,
+            layer.num_batches_tracked,
+            0.1,
+            EPS,
+            products,
+        ),
         "transform": (x, w, b, s, gamma, beta, u, stats, EPS, 2, dtype, products),
         "backward": (dy, u, stats, *vectors, EPS, 2, True, dtype, dtype, dtype),
         "inference": (x, w, b, s, mean, var, gamma, beta, EPS, 2, dtype, products),
@@ -129,7 +157,10 @@ def test_backward_gives_what_is_asked_for(wanted, device):
     for asked, gradient, expected in zip(wanted, found, everything, strict=True):
         if asked:
             torch.testing.assert_close(
-                gradient, expected.to(gradient.dtype), rtol=1e-5 if gradient is found[0] else 1e-2, atol=1e-6
+                gradient,
+                expected.to(gradient.dtype),
+                rtol=1e-5 if gradient is found[0] else 1e-2,
+                atol=1e-6,
             )
         else:
             assert gradient.shape == (0,)
@@ -140,13 +171,17 @@ def test_backward_gives_what_is_asked_for(wanted, device):
 @pytest.mark.parametrize("eager", [False, True], ids=["op", "function"])
 def test_a_batch_of_gradients(training, eager, device):
     args = arguments(device)["transform" if training else "inference"]
-    op = getattr(ops, ("differentiable_" if eager else "") + ("transform" if training else "inference"))
+    op = getattr(
+        ops, ("differentiable_" if eager else "") + ("transform" if training else "inference")
+    )
     y = op(*args)
     leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
     dys = torch.randn(3, *y.shape, device=device)
     batched = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
     for i, dy in enumerate(dys):
-        for together, alone in zip(batched, torch.autograd.grad(y, leaves, dy, retain_graph=True), strict=True):
+        for together, alone in zip(
+            batched, torch.autograd.grad(y, leaves, dy, retain_graph=True), strict=True
+        ):
             torch.testing.assert_close(together[i], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -154,8 +189,10 @@ def test_a_batch_of_gradients(training, eager, device):
 @pytest.mark.parametrize("products", fp32_products.FP32_PRODUCTS)
 @pytest.mark.parametrize("create_graph", [False, True], ids=["backward", "double backward"])
 @pytest.mark.parametrize("name", ["transform", "inference"])
-def test_backward_keeps_the_products_of_the_forward(name, create_graph, products, monkeypatch, device):
-    """On a Hopper GPU, where they are large: of all matrix products that the formulas make, split ones."""
+def test_backward_keeps_the_products_of_the_forward(
+    name, create_graph, products, monkeypatch, device
+):
+    """On a Hopper GPU, where they are large, all matrix products of the formulas are split."""
     sizes = []
 
     def split_matmul(a, b):
@@ -183,7 +220,12 @@ def test_operands_without_dense_rows_or_columns_are_copied(device):
     dense = torch.rand(6, 8, device=device)
     for taken in (dense, dense.t(), dense[:, 1:5], dense[2:4].t(), dense[:, :1], dense[:1]):
         assert fp32_products._unit_strided(taken) is taken
-    for copied in (dense[:, ::2], dense[:, ::2].t(), dense[:1].expand(6, 8), dense[:, :1].expand(6, 8)):
+    for copied in (
+        dense[:, ::2],
+        dense[:, ::2].t(),
+        dense[:1].expand(6, 8),
+        dense[:, :1].expand(6, 8),
+    ):
         result = fp32_products._unit_strided(copied)
         assert result.is_contiguous()
         assert torch.equal(result, copied)
@@ -212,35 +254,110 @@ def test_fake_cuda_tensors(dtype, stride):
 
 
 ERRORS = {
-    "input's rank": ("stats", 0, lambda t: t[None], "input: expected 2 dimensions, got shape \\[1, 20, 8\\]"),
-    "input's dtype": ("stats", 0, lambda t: t.double(), "input: expected float32, float16 or bfloat16"),
+    "input's rank": (
+        "stats",
+        0,
+        lambda t: t[None],
+        "input: expected 2 dimensions, got shape \\[1, 20, 8\\]",
+    ),
+    "input's dtype": (
+        "stats",
+        0,
+        lambda t: t.double(),
+        "input: expected float32, float16 or bfloat16",
+    ),
     "one row": ("stats", 0, lambda t: t[:1], "input: expected more than 1 row"),
-    "weight's shape": ("stats", 1, lambda t: t[:, 1:], "weight: expected shape \\[11, 8\\], got \\[11, 7\\]"),
-    "weight's dtype": ("stats", 1, lambda t: t.half(), "weight: expected float32 like input, got float16"),
-    "weight's device": ("stats", 1, lambda t: t.cpu(), "weight: expected a tensor on cuda:0 like input"),
+    "weight's shape": (
+        "stats",
+        1,
+        lambda t: t[:, 1:],
+        "weight: expected shape \\[11, 8\\], got \\[11, 7\\]",
+    ),
+    "weight's dtype": (
+        "stats",
+        1,
+        lambda t: t.half(),
+        "weight: expected float32 like input, got float16",
+    ),
+    "weight's device": (
+        "stats",
+        1,
+        lambda t: t.cpu(),
+        "weight: expected a tensor on cuda:0 like input",
+    ),
     "bias's shape": ("stats", 2, lambda t: t[1:], "bias: expected shape \\[11\\], got \\[10\\]"),
-    "scale's stride": ("stats", 3, lambda t: t.repeat_interleave(2)[::2], "scale: expected a contiguous tensor"),
-    "half of the buffers": ("stats", 4, lambda t: None, "expected both or neither, got only running_var"),
+    "scale's stride": (
+        "stats",
+        3,
+        lambda t: t.repeat_interleave(2)[::2],
+        "scale: expected a contiguous tensor",
+    ),
+    "half of the buffers": (
+        "stats",
+        4,
+        lambda t: None,
+        "expected both or neither, got only running_var",
+    ),
     "counter's dtype": ("stats", 6, lambda t: t.int(), "num_batches_tracked: expected one int64"),
-    "no counter, no momentum": ("stats", slice(6, 8), lambda _: (None, None), "momentum: expected a number"),
+    "no counter, no momentum": (
+        "stats",
+        slice(6, 8),
+        lambda _: (None, None),
+        "momentum: expected a number",
+    ),
     "u's shape": ("transform", 6, lambda t: t[1:], "u: expected shape \\[20, 11\\]"),
-    "u's dtype": ("transform", 6, lambda t: t.half(), "u: expected float32 like input, got float16"),
+    "u's dtype": (
+        "transform",
+        6,
+        lambda t: t.half(),
+        "u: expected float32 like input, got float16",
+    ),
     "u's layout": ("transform", 6, lambda t: t.t().contiguous().t(), "u: expected contiguous rows"),
     "stats' shape": ("transform", 7, lambda t: t[:2], "stats: expected shape \\[3, 11\\]"),
-    "stats' dtype": ("transform", 7, lambda t: t.half(), "stats: expected a contiguous float32 tensor"),
+    "stats' dtype": (
+        "transform",
+        7,
+        lambda t: t.half(),
+        "stats: expected a contiguous float32 tensor",
+    ),
     "activation": ("transform", 9, lambda _: 4, "activation: expected 0"),
     "output's dtype": ("transform", 10, lambda _: torch.float16, "dtype: expected that of input"),
     "code of the products": ("stats", 9, lambda _: 3, "fp32_products: expected 0"),
     "gradient's shape": ("backward", 0, lambda t: t[1:], "grad: expected shape \\[20, 11\\]"),
-    "gradient's dtype": ("backward", 0, lambda t: t.half(), "grad: expected float32 like u or float32, got float16"),
+    "gradient's dtype": (
+        "backward",
+        0,
+        lambda t: t.half(),
+        "grad: expected float32 like u or float32, got float16",
+    ),
     "gradient's device": ("backward", 0, lambda t: t.cpu(), "grad: expected a tensor on cuda:0"),
-    "u's layout in the backward": ("backward", 1, lambda t: t.t().contiguous().t(), "u: expected contiguous rows"),
-    "stats' shape in the backward": ("backward", 2, lambda t: t[:2], "stats: expected shape \\[3, 11\\]"),
-    "scale's shape in the backward": ("backward", 3, lambda t: t[1:], "scale: expected shape \\[11\\]"),
+    "u's layout in the backward": (
+        "backward",
+        1,
+        lambda t: t.t().contiguous().t(),
+        "u: expected contiguous rows",
+    ),
+    "stats' shape in the backward": (
+        "backward",
+        2,
+        lambda t: t[:2],
+        "stats: expected shape \\[3, 11\\]",
+    ),
+    "scale's shape in the backward": (
+        "backward",
+        3,
+        lambda t: t[1:],
+        "scale: expected shape \\[11\\]",
+    ),
     "activation in the backward": ("backward", 7, lambda _: 4, "activation: expected 0"),
     "dtype of a gradient": ("backward", 9, lambda _: torch.float64, "scale_grad: expected float32"),
     "running_var's shape": ("inference", 5, lambda t: t[1:], "running_var: expected shape"),
-    "beta's dtype": ("inference", 7, lambda t: t.double(), "beta: expected float32, float16 or bfloat16"),
+    "beta's dtype": (
+        "inference",
+        7,
+        lambda t: t.double(),
+        "beta: expected float32, float16 or bfloat16",
+    ),
 }
 
 

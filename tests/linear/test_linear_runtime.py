@@ -27,7 +27,7 @@ def separate(module, x):
 
 @TRAINING
 def test_compile(training, device):
-    """One graph, buffers mutated in it, gradients through it; another batch size does not break it."""
+    """One graph, buffers mutated in it, gradients through it; other batch sizes don't break it."""
     check_compiled("aot_eager", training, device)
 
 
@@ -109,8 +109,9 @@ def test_the_precision_switch_costs_one_compilation_for_each_kind_of_products():
 @pytest.mark.gpu
 @TRAINING
 def test_compiled_code_follows_the_precision_switch(training):
-    """PyTorch's, and the module's own: what is compiled gives the bits that are computed without."""
-    torch.compiler.reset()  # dynamo's limit is on the compilations of one function, here of all modules' forward
+    """PyTorch's and the module's own: compiled code gives the bits that are computed without."""
+    # Dynamo's limit is on the compilations of one function, here of all modules' forward.
+    torch.compiler.reset()
     module, x = module_and_input("cuda", **LARGE)
     compilations = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module.train(training), fullgraph=True, backend=compilations)
@@ -128,7 +129,7 @@ def test_compiled_code_follows_the_precision_switch(training):
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_autocast(dtype, scale, training, device):
-    """As the separate modules: Linear in the autocast dtype, the rest as that is promoted; fp32 gradients outside."""
+    """As the separate modules: Linear in autocast's dtype, the rest as promoted; fp32 gradients."""
     module, x = module_and_input(device)
     if not scale:
         module.scale = None
@@ -171,10 +172,12 @@ def test_no_grad_records_nothing(device):
 @pytest.mark.gpu
 @TRAINING
 @pytest.mark.parametrize(
-    ("dtype", "sizes"), [(torch.float32, {}), (BF16, {}), (torch.float32, LARGE)], ids=["fp32", "bf16", "split fp32"]
+    ("dtype", "sizes"),
+    [(torch.float32, {}), (BF16, {}), (torch.float32, LARGE)],
+    ids=["fp32", "bf16", "split fp32"],
 )
 def test_cuda_graph(dtype, sizes, training):
-    """Captured once, replayed: no synchronisation, and the counter and running statistics advance in place."""
+    """Captured once, replayed: no synchronisation; counter and running statistics advance."""
     module, x = module_and_input("cuda", momentum=None, **sizes)
     module, x = module.to(dtype).train(training), x.to(dtype)
     eager = copy.deepcopy(module)

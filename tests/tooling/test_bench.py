@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -280,12 +281,58 @@ def test_json_round_trip(tmp_path):
         Run.load(path)
 
 
+def recorded_cells(data):
+    """How each row's line begins and what else is in it, from the JSON alone."""
+    rows = [row for row in data["rows"] if row["suite"] != "crossover"]
+    eager = {(row["suite"], row["case"]): row for row in rows if row["variant"] == "eager"}
+    before = None
+    for row in rows:
+        new, before = row["case"] != before, row["case"]
+        begins = [row["case"], row["variant"]] if new else [row["variant"]]
+        if row["status"] != "ok":
+            yield begins, []
+            continue
+        if row["metric"] == "error":
+            begins += [f"{row[name]:.1e}" for name in ("max_abs_error", "relative_error")]
+        else:
+            form, unit = ("#.4g", 1) if row["metric"] == "device" else (".1f", 1e3)
+            begins += [format(row[name] * unit, form) for name in ("ms", "p10", "p90")]
+            peer = eager.get((row["suite"], row["case"]), {"status": "missing"})
+            if peer["status"] == "ok" and row["variant"] not in ("copy", "gemm"):
+                begins.append(f"{peer['ms'] / row['ms']:.2f}x")
+        peak = row.get("peak_bytes")
+        yield begins, [f"{peak / 2**20:,.0f}"] if peak else []
+
+
+def recorded_ratios(data):
+    """The crossover's lines, in the same way."""
+    rows = [row for row in data["rows"] if row["suite"] == "crossover"]
+    found = {(row["case"], row["variant"]): row for row in rows}
+    lines = {}
+    for case in dict.fromkeys(row["case"] for row in rows):
+        sgemm, split = found[case, "SGEMM"], found[case, "split_matmul"]
+        star = "*" if split["relative_error"] > sgemm["relative_error"] else ""
+        ratio = f"{sgemm['ms'] / split['ms']:.2f}{star}"
+        taken = split["path"] == "split_matmul"
+        size = " ".join(case.split()[1:-1])  # crossover M=16 N=256 K=32
+        lines.setdefault(size, [size]).append(ratio if taken else f"({ratio})")
+    return [(line, []) for line in lines.values()]
+
+
 def test_the_record_is_shown(capsys):
-    for arguments in (["show"], ["show", "--markdown"]):
-        assert command.main(arguments) == 0
+    data = json.loads(records.RECORDED.read_text())
+    for form in ([], ["--markdown"]):
+        assert command.main(["show", *form]) == 0
         out = capsys.readouterr().out
-        assert all(text in out for text in ("H200", "11.35", "4.43x", "(1.39)", "8,192", "264.4"))
+        assert data["environment"]["device"] in out
         assert "…" not in out
+        lines = [re.split(r" *\| *| {2,}", line) for line in out.splitlines()]
+        lines = [[cell for cell in line if cell not in ("", "-")] for line in lines]
+        for expected in (recorded_cells(data), recorded_ratios(data)):
+            rest = iter(lines)  # what is shown is in the record's order
+            for cells, others in expected:
+                found = next((line for line in rest if line[: len(cells)] == cells), [])
+                assert {*cells, *others} <= {*found}, cells
 
 
 def test_readme_shows_the_record(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Building and packaging: what is said when something is missing, the CPU-only install, the sdist, the C++ package."""
+"""Building and packaging: what is said when something is missing; CPU-only, sdist, C++ package."""
 
 from __future__ import annotations
 
@@ -24,17 +24,34 @@ pytestmark = pytest.mark.skipif(
 NO_COMPILERS = {"CC": "/bin/false", "CXX": "/bin/false", "CUDAHOSTCXX": "/bin/false"}
 
 
-def run(*command: str | Path, cwd: Path = ROOT, expect_failure: bool = False, **environment: str) -> str:
+def run(
+    *command: str | Path, cwd: Path = ROOT, expect_failure: bool = False, **environment: str
+) -> str:
     """What the command printed, line breaks and runs of blanks as one blank."""
     result = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert (result.returncode != 0) == expect_failure, result.stdout
     return " ".join(result.stdout.split())
 
 
 def configure(build: Path, *arguments: str, expect_failure: bool = False) -> str:
-    command = ("cmake", "-G", "Ninja", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *arguments)
+    command = (
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        ROOT,
+        "-B",
+        build,
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *arguments,
+    )
     return run(*command, expect_failure=expect_failure, **NO_COMPILERS)
 
 
@@ -57,7 +74,10 @@ def test_cuda_on_without_nvcc_is_an_error(tmp_path):
 
 def test_auto_without_nvcc_is_cpu_only_and_says_so(tmp_path):
     output = configure(tmp_path, NO_NVCC)
-    assert "no CUDA compiler (nvcc) found: this is a CPU-only build without the compiled library" in output
+    assert (
+        "no CUDA compiler (nvcc) found: this is a CPU-only build without the compiled library"
+        in output
+    )
     run("cmake", "--build", tmp_path)
 
 
@@ -74,14 +94,18 @@ def test_an_old_toolkit_is_an_error(tmp_path):
 def test_missing_torch_is_an_error(tmp_path):
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    output = configure(tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DPython_EXECUTABLE={python}", expect_failure=True)
+    output = configure(
+        tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DPython_EXECUTABLE={python}", expect_failure=True
+    )
     assert f"{python} has no torch" in output
     assert "`pip install .`" in output
     assert "`pip install --no-build-isolation .` builds in yours" in output
 
 
 def test_missing_cutlass_is_an_error(tmp_path):
-    output = configure(tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DCUTLASS_DIR={tmp_path}", expect_failure=True)
+    output = configure(
+        tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DCUTLASS_DIR={tmp_path}", expect_failure=True
+    )
     assert f"no CUTLASS in CUTLASS_DIR={tmp_path}" in output
     assert "pip install nvidia-cutlass==4.2.0.0" in output
 
@@ -90,7 +114,9 @@ def test_an_old_cutlass_is_an_error(tmp_path):
     header = tmp_path / "include" / "cutlass" / "version.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define CUTLASS_MAJOR 3\n#define CUTLASS_MINOR 9\n#define CUTLASS_PATCH 2\n")
-    output = configure(tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DCUTLASS_DIR={tmp_path}", expect_failure=True)
+    output = configure(
+        tmp_path, fake_nvcc(tmp_path, "13.0"), f"-DCUTLASS_DIR={tmp_path}", expect_failure=True
+    )
     assert "CUTLASS 4.2 or newer is needed" in output
     assert "has 3.9.2" in output
 
@@ -99,7 +125,9 @@ def test_an_old_cutlass_is_an_error(tmp_path):
 def sdist(tmp_path_factory) -> Path:
     pytest.importorskip("scikit_build_core")
     folder = tmp_path_factory.mktemp("sdist")
-    run(sys.executable, "-c", f"import scikit_build_core.build as b; b.build_sdist({str(folder)!r})")
+    run(
+        sys.executable, "-c", f"import scikit_build_core.build as b; b.build_sdist({str(folder)!r})"
+    )
     [path] = folder.glob("*.tar.gz")
     return path
 
@@ -109,20 +137,33 @@ def test_sdist_has_what_it_is_built_from_and_nothing_built(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     listed = re.findall(r"^\s+(csrc/\S+)", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
-    assert {*listed, "CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "tools/fingerprint.py"} <= names
-    assert not [name for name in names if name.endswith((".so", ".o", ".pyc")) or name.startswith((".venv", "build/"))]
+    assert {
+        *listed,
+        "CMakeLists.txt",
+        "CMakePresets.json",
+        "LICENSE",
+        "README.md",
+        "tools/fingerprint.py",
+    } <= names
+    assert not [
+        name
+        for name in names
+        if name.endswith((".so", ".o", ".pyc")) or name.startswith((".venv", "build/"))
+    ]
 
 
 @pytest.mark.slow
 def test_cpu_only_install_from_sdist_outside_git(sdist, tmp_path):
     """sdist -> wheel -> installed package, with no compiler, and the CPU path works there."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(
+            tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     [source] = [path for path in tmp_path.iterdir() if path.is_dir()]
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", wheels, ".",
-        cwd=source, CUTLASS_BN_CUDA="OFF", **NO_COMPILERS)  # fmt: skip
+    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", wheels,
+        ".", cwd=source, CUTLASS_BN_CUDA="OFF", **NO_COMPILERS)  # fmt: skip
     [wheel] = wheels.glob("*.whl")
     assert "-py3-none-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
@@ -143,13 +184,22 @@ def test_cpu_only_install_from_sdist_outside_git(sdist, tmp_path):
 
 @pytest.mark.slow
 def test_cpp_package(tmp_path):
-    """A C++ program finds the installed package, compiles and links, without torch; it runs where there is a GPU."""
+    """A C++ program finds the package, is built without torch, and runs where there is a GPU."""
     built = ROOT / "build" / "release"
     if not (built / "libcutlass_bn_kernels.a").exists():
         pytest.skip("needs a build of the preset `release`")
     prefix, build = tmp_path / "prefix", tmp_path / "build"
     run("cmake", "--install", built, "--component", "cpp", "--prefix", prefix)
-    run("cmake", "-G", "Ninja", "-S", ROOT / "examples" / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}")
+    run(
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        ROOT / "examples" / "cpp",
+        "-B",
+        build,
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+    )
     run("cmake", "--build", build)
     result = subprocess.run([build / "layers"], capture_output=True, text=True)
     assert "first channel of y" in result.stdout or "cudaMalloc" in result.stderr

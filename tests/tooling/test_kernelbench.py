@@ -8,8 +8,9 @@ import torch
 
 HARNESS = Path(__file__).parents[2] / "examples" / "kernelbench" / "run.py"
 CPU = torch.device("cpu")
-# What check() needs at full size, and some to spare. bn2d: nine times x's 4 GiB, with x, the float64 y, both models' y
-# and the temporaries of allclose alive: a card of 80 GB has it, one of 40 GB has not.
+# What check() needs at full size, and some to spare. bn2d: nine times x's 4 GiB, with x, the
+# float64 y, both models' y and the temporaries of allclose alive: a card of 80 GB has it, one of 40
+# GB has not.
 FREE_GIB = {"bn2d": 44, "gemm_scale_bn": 8}
 
 
@@ -42,7 +43,9 @@ def test_halves_are_no_worse_than_the_model(harness, name, precision):
 @pytest.mark.parametrize("name", ["bn2d", "gemm_scale_bn"])
 def test_parameters_are_drawn_in_the_same_order(harness, name):
     problem = harness.load(name, reduced=True)
-    old, new = (harness.build(kind, problem, 7).state_dict() for kind in (problem.Model, problem.ModelNew))
+    old, new = (
+        harness.build(kind, problem, 7).state_dict() for kind in (problem.Model, problem.ModelNew)
+    )
     assert list(old) == list(new)
     for key in old:
         assert torch.equal(old[key], new[key]), key

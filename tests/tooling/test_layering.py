@@ -20,7 +20,7 @@ CSRC_LAYERS = {
     "linear_bn": {"common", "batch_norm", "linear_bn"},
     "ops": {"common", "batch_norm", "linear_bn", "ops"},
 }
-# Modules of cutlass_bn from the lowest layer up: each may import only from those before it and from itself.
+# Modules of cutlass_bn from the lowest layer up: each may import those before it and itself.
 PYTHON_LAYERS = [
     "_version",
     "_library",
@@ -83,7 +83,7 @@ def test_only_the_gemm_knows_cutlass():
 
 
 def package_imports(path: Path) -> Iterator[str]:
-    """The modules directly under cutlass_bn that a file of the package imports, relatively or not."""
+    """The modules directly under cutlass_bn that a file of it imports, relatively or not."""
     package = ["cutlass_bn", *path.relative_to(ROOT / "cutlass_bn").parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -108,7 +108,9 @@ def test_python_dependencies_point_one_way():
             continue
         assert layer in PYTHON_LAYERS, f"{layer}: say in PYTHON_LAYERS which layer it belongs to"
         above = PYTHON_LAYERS[PYTHON_LAYERS.index(layer) + 1 :]
-        offenders += [f"{path.relative_to(ROOT)}: {name}" for name in package_imports(path) if name in above]
+        offenders += [
+            f"{path.relative_to(ROOT)}: {name}" for name in package_imports(path) if name in above
+        ]
     assert not offenders
 
 
@@ -124,10 +126,12 @@ def test_cmake_lists_every_source():
 
 
 def test_installed_headers_are_complete():
-    """What an installed header includes is installed too, and needs neither CUTLASS nor a CUDA compiler."""
+    """What an installed header includes is installed too, and needs neither CUTLASS nor nvcc."""
     installed = {name.removeprefix("csrc/") for name in listed_in_cmake() if name.endswith(".h")}
     needed = {include for name in installed for include in includes_of(CSRC / name)}
-    assert {include for include in needed if include.split("/")[0] in {*CSRC_LAYERS, "cutlass", "cute"}} <= installed
+    assert {
+        include for include in needed if include.split("/")[0] in {*CSRC_LAYERS, "cutlass", "cute"}
+    } <= installed
 
 
 def test_no_file_is_overlong():

@@ -1,4 +1,4 @@
-"""The compiled library: how it is found, what loading it needs, and what is said where it is missing."""
+"""The compiled library: how it is found, what loading needs, what is said where it is missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from cutlass_bn import _library
 
 ROOT = Path(__file__).resolve().parents[2]
 
-needs_library = pytest.mark.skipif(not _library.library_is_loaded(), reason="the compiled library is not there")
+needs_library = pytest.mark.skipif(
+    not _library.library_is_loaded(), reason="the compiled library is not there"
+)
 
 
 def python(code: str, **environment: str) -> str:
     """Runs code in a fresh interpreter and returns what it printed."""
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -32,7 +38,9 @@ def python(code: str, **environment: str) -> str:
 
 @needs_library
 def test_has_every_op():
-    declared = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "ops" / "library.cpp").read_text())
+    declared = re.findall(
+        r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "ops" / "library.cpp").read_text()
+    )
     assert {"batch_norm_inference", _library._NEWEST_OP} <= set(declared)
     for name in declared:
         assert getattr(torch.ops.cutlass_bn, name).default._schema.name == f"cutlass_bn::{name}"
@@ -53,9 +61,12 @@ def test_build_info():
 @needs_library
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
 def test_load_time_dependencies():
-    """libtorch and the C++ runtime; the CUDA runtime is inside, and a machine without a driver has no libcuda."""
+    """libtorch and the C++ runtime. CUDA's is inside, and no driver means no libcuda."""
     output = subprocess.run(
-        ["readelf", "--dynamic", _library.library_path()], capture_output=True, text=True, check=True
+        ["readelf", "--dynamic", _library.library_path()],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", output))
     assert "libtorch" in needed
@@ -73,7 +84,10 @@ def test_exports_nothing_that_could_clash():
     readelf = shutil.which("readelf")
     if readelf:
         symbols = subprocess.run(
-            [readelf, "--dyn-syms", "--wide", _library.library_path()], capture_output=True, text=True, check=True
+            [readelf, "--dyn-syms", "--wide", _library.library_path()],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         defined = [line for line in symbols.splitlines() if " UND " not in line]
         assert not [line for line in defined if re.search(r"\bcuda[A-Z]\w*$", line)]
@@ -84,7 +98,9 @@ def test_import_touches_no_cuda():
     output = python(
         """
 import os, torch
-maps = lambda: {line.split("/")[-1].strip() for line in open("/proc/self/maps") if "libcuda.so" in line}
+def maps():
+    lines = open("/proc/self/maps").read().splitlines()
+    return {line.split("/")[-1] for line in lines if "libcuda.so" in line}
 before = maps()
 import cutlass_bn
 assert maps() == before, maps()
@@ -111,7 +127,8 @@ assert cutlass_bn.build_info()["library"] is None
 print(cutlass_bn.BatchNorm2d(3)(torch.rand(2, 3, 4, 4)).shape)
 print(cutlass_bn.LinearBatchNorm1d(3, 5)(torch.rand(4, 3)).shape)
 with FakeTensorMode():
-    image, x, weight = (torch.empty(shape, device="cuda") for shape in [(2, 3, 4, 4), (4, 3), (5, 3)])
+    shapes = (2, 3, 4, 4), (4, 3), (5, 3)
+    image, x, weight = (torch.empty(shape, device="cuda") for shape in shapes)
 for call in (
     lambda: cutlass_bn.functional.batch_norm(image, None, None, training=True),
     lambda: cutlass_bn.functional.linear_batch_norm(x, weight, training=True),
@@ -149,7 +166,9 @@ def test_an_older_torch_is_reported(monkeypatch):
 def test_a_library_of_another_version_is_reported(monkeypatch):
     monkeypatch.setattr(_library, "__version__", "99.0.0")
     _, error = _library._load(_library.library_path())
-    assert f"was built for version {cutlass_bn.__version__}, and the Python package is 99.0.0" in error
+    assert (
+        f"was built for version {cutlass_bn.__version__}, and the Python package is 99.0.0" in error
+    )
 
 
 @needs_library
@@ -163,7 +182,9 @@ def test_a_library_from_before_the_newest_op_is_reported(monkeypatch):
 def test_require_matches_library_is_loaded(monkeypatch):
     monkeypatch.setattr(_library, "_load_error", "it was taken away")
     assert not _library.library_is_loaded()
-    with pytest.raises(RuntimeError, match=r"need the compiled library, and it was taken away\. To build it"):
+    with pytest.raises(
+        RuntimeError, match=r"need the compiled library, and it was taken away\. To build it"
+    ):
         _library.require()
     monkeypatch.setattr(_library, "_load_error", None)
     _library.require()

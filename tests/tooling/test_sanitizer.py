@@ -1,4 +1,4 @@
-"""What `make gpu-sanitize` runs: each kernel once or twice, in sizes with something left over in every direction.
+"""What `make gpu-sanitize` runs: each kernel once or twice, with remainders in every direction.
 
 Inputs, expectations and comparisons are on the CPU, so that hardly any kernel but ours runs.
 """
@@ -99,7 +99,8 @@ def test_matrix_and_empty_batch():
         ((70, 136, 201), normal, True),
         ((70, 136, 201), spanning(60), False),
         ((70, 136, 201), spanning(60), True),
-        ((8449, 65, 9), normal, False),  # so many tiles are large ones, on a GPU of 132 multiprocessors
+        # So many tiles are large ones, on a GPU of 132 multiprocessors.
+        ((8449, 65, 9), normal, False),
     ],
     ids=["rows", "columns", "rows, plain sums", "columns, plain sums", "large tiles"],
 )
@@ -110,7 +111,9 @@ def test_split_matmul(sizes, matrix, columns):
     census = (split_reference(operand)[2] for operand in (x, w))
     assert left_to_exact_kernel(*census, k).any() == (matrix is not normal)
     a, b = x.cuda(), w.t().contiguous().cuda()
-    u = fp32_products.split_matmul(*((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b)))
+    u = fp32_products.split_matmul(
+        *((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b))
+    )
     assert excess(u.cpu(), x, w, extra=8) <= 1
 
 
@@ -160,10 +163,14 @@ def test_linear_batch_norm_backward(case):
     layer, dy = make_layer(case, "cuda"), torch.randn(case.m, case.n)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
     code = CODES[case.activation]
-    u, stats = linear_ops.stats(x, w, b, s, mean, var, layer.num_batches_tracked, 0.1, EPS, int(case.tf32))
+    u, stats = linear_ops.stats(
+        x, w, b, s, mean, var, layer.num_batches_tracked, 0.1, EPS, int(case.tf32)
+    )
     for grad_dtype in {F32, case.dtype}:
         grad = dy.to(grad_dtype)
-        found = linear_ops.backward(grad.cuda(), u, stats, s, gamma, beta, EPS, code, True, F32, F32, F32)
+        found = linear_ops.backward(
+            grad.cuda(), u, stats, s, gamma, beta, EPS, code, True, F32, F32, F32
+        )
         leaves = [t.double().cpu().requires_grad_() for t in (u, gamma, beta)]
         z = leaves[0] if s is None else leaves[0] * s.double().cpu()
         y = ACTIVATIONS[case.activation](F.batch_norm(z, None, None, *leaves[1:], True, 0.1, EPS))
@@ -183,7 +190,9 @@ def test_linear_batch_norm_step(case):
         found = gradients(fused, on_gpu, True, dy.cuda())
     for name, expected in gradients(unfused, layer.double(), True, dy).items():
         if name not in ("bias", "scale"):
-            assert max_error(found[name].cpu(), expected) < (3e-2 if case.dtype != F32 or case.tf32 else 1e-5), name
+            assert max_error(found[name].cpu(), expected) < (
+                3e-2 if case.dtype != F32 or case.tf32 else 1e-5
+            ), name
 
 
 @pytest.mark.parametrize("shape", [(70, 68), (67, 130)], ids=["in vectors", "without vectors"])

@@ -28,7 +28,7 @@ def settings(example):
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Threads gain little on models of this size, and much time is lost where they have to wait for a busy core."""
+    """Threads gain little on small models, and lose much where they wait for a busy core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +50,8 @@ def test_both_start_from_the_same_weights(example, name, seed):
 @PAIRS
 def test_modules_differ_in_the_norms_alone(example, name):
     kinds = [
-        {type(m).__module__.split(".")[0] for m in example.build_seeded(name, ours, 0).modules()} for ours in (1, 0)
+        {type(m).__module__.split(".")[0] for m in example.build_seeded(name, ours, 0).modules()}
+        for ours in (1, 0)
     ]
     assert "cutlass_bn" in kinds[0]
     assert "cutlass_bn" not in kinds[1]
@@ -60,10 +61,10 @@ def test_modules_differ_in_the_norms_alone(example, name):
 def test_float32_training_on_the_cpu(example, settings, name):
     """The loss at every step, against torch's training in float32 and in float64.
 
-    Both multiply and convolve by the same functions; ours computes the norms in float64 and rounds once. So the two
-    differ by roundings, 2^-24 of a value. A loss of at most 3 has roundings of 2^-23, and the models are smooth, so
-    that training adds a small factor: 1e-5 is 20 times what was seen. Against float64, ours may not be further off
-    than twice what torch's own float32 is.
+    Both multiply and convolve by the same functions; ours computes the norms in float64 and rounds
+    once. So the two differ by roundings, 2^-24 of a value. A loss of at most 3 has roundings of
+    2^-23, and the models are smooth, so that training adds a small factor: 1e-5 is 20 times what
+    was seen. Against float64, ours may not be further off than twice what torch's own float32 is.
     """
     cpu = torch.device("cpu")
     pair = example.train_pair(name, example.load_data(cpu), settings)
@@ -71,7 +72,10 @@ def test_float32_training_on_the_cpu(example, settings, name):
     assert example.largest_difference(ours, theirs) < 1e-5
     exact = example.build_seeded(name, False, settings.seed).double()
     exact = example.fit(exact, example.load_data(cpu, torch.float64), settings)
-    assert example.largest_difference(ours, exact) <= 2 * example.largest_difference(theirs, exact) + 1e-7
+    assert (
+        example.largest_difference(ours, exact)
+        <= 2 * example.largest_difference(theirs, exact) + 1e-7
+    )
     assert abs(ours.test_accuracy - theirs.test_accuracy) <= 0.01
     assert abs(ours.train_accuracy - theirs.train_accuracy) <= 0.01
     assert ours.test_accuracy > 0.95
@@ -81,7 +85,7 @@ def test_float32_training_on_the_cpu(example, settings, name):
 @pytest.mark.gpu
 @PAIRS
 def test_float32_training_on_the_gpu(example, settings, name):
-    """Products are made in another way, but no less exactly than in float32: 100 times the bound of the CPU."""
+    """Products are made differently, no less exactly than in float32: 100 times the CPU's bound."""
     device = torch.device("cuda")
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         pair = example.train_pair(name, example.load_data(device), settings)
@@ -93,7 +97,7 @@ def test_float32_training_on_the_gpu(example, settings, name):
 @PAIRS
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_autocast_training(example, name, amp, device):
-    """fp16 goes through a GradScaler. Accuracies agree; the losses do to the 2^-8 or 2^-11 of a rounding, ten times."""
+    """fp16 has a GradScaler. Accuracies agree; losses to ten roundings of 2^-8 or 2^-11."""
     if device == "cpu" and (name, amp) == ("ResNet", "fp16"):
         pytest.skip("fp16 convolutions take minutes on CPUs without an instruction for them")
     dtype = example.AMP_DTYPES[amp]

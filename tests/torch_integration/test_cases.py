@@ -1,4 +1,4 @@
-"""Faults that users of such modules have run into, where no other file has them: sizes, layouts, state, errors."""
+"""Faults that users of such modules met, not in other files: sizes, layouts, state, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_cases import Shape
-from linear_cases import BF16, FP16, TRAINING, Case, Layer, fp32_precision, fused, make_layer, max_error, unfused
+from linear_cases import (
+    BF16,
+    FP16,
+    TRAINING,
+    Case,
+    Layer,
+    fp32_precision,
+    fused,
+    make_layer,
+    max_error,
+    unfused,
+)
 from linear_cases import oracle as linear_oracle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -62,7 +73,7 @@ def test_batch_norm_sizes(shape, device):
 @pytest.mark.parametrize("rows", [3, 5, 6, 7])
 @pytest.mark.parametrize("shape", [(51, 5), (5, 8, 7, 7)], ids=str)
 def test_constant_channels_of_a_few_rows_per_thread(shape, rows, value, device):
-    """A weight of 3 / 3 from an approximate division need not be 1, and the mean then not the value."""
+    """A weight of 3 / 3 by an approximate division need not be 1, nor then the mean the value."""
     x = torch.full((rows * shape[0], *shape[1:]), value, device=device)
     mean, var = torch.zeros(x.size(1), device=device), torch.ones(x.size(1), device=device)
     y = batch_norm(x, mean, var, training=True, momentum=1.0)
@@ -75,7 +86,11 @@ def test_more_rows_than_float32_can_count(device):
     """Small integers: u is exact in every precision, so the moments alone can be wrong."""
     m, k = (1 << 24) + 9, 8 if device == "cuda" else 1
     x = torch.randint(-3, 5, (m, k), device=device, dtype=torch.int8).float()
-    weight, mean, var = torch.ones(k, k, device=device), torch.zeros(k, device=device), torch.ones(k, device=device)
+    weight, mean, var = (
+        torch.ones(k, k, device=device),
+        torch.zeros(k, device=device),
+        torch.ones(k, device=device),
+    )
     with fp32_precision(tf32=True):
         y = linear_batch_norm(x, weight, None, None, mean, var, training=True, momentum=1.0)
     exact = oracle.batch_norm(x.double() @ weight.double())
@@ -101,7 +116,8 @@ def test_linear_with_more_than_2_to_the_31_elements(k, n):
         u = torch.cat([part.double() @ w.t() for part in x.detach().split(1 << 16)])
         exact = F.batch_norm(u, None, None, None, None, True)
         wide_dy = dy[:, channels].double()
-        # Roundings of y and of u to bfloat16, 2^-9 each, of values that reach six standard deviations.
+        # Roundings of y and of u to bfloat16, 2^-9 each, of values that reach six standard
+        # deviations.
         assert (y[:, channels] - 1 - exact).abs().max() < 0.06
         assert max_error(beta.grad[channels], wide_dy.sum(0)) < 1e-3
         assert max_error(gamma.grad[channels], (wide_dy * exact).sum(0)) < 2e-2
@@ -110,22 +126,28 @@ def test_linear_with_more_than_2_to_the_31_elements(k, n):
     if k * 2 < n:
         return
     last = slice(m - 8, m)  # the input's gradient, where a row takes all channels
-    u = torch.cat([part.detach().double() @ weight.detach().double().t() for part in x.split(1 << 16)])
+    u = torch.cat(
+        [part.detach().double() @ weight.detach().double().t() for part in x.split(1 << 16)]
+    )
     u.requires_grad_()
     (du,) = torch.autograd.grad(F.batch_norm(u, None, None, None, None, True), u, dy.double())
     assert max_error(x.grad[last], du[last] @ weight.detach().double()) < 2e-2
 
 
 EXACT_DTYPES = pytest.mark.parametrize(
-    ("dtype", "tf32"), [(F32, False), (F32, True), (BF16, False), (FP16, False)], ids=["fp32", "tf32", "bf16", "fp16"]
+    ("dtype", "tf32"),
+    [(F32, False), (F32, True), (BF16, False), (FP16, False)],
+    ids=["fp32", "tf32", "bf16", "fp16"],
 )
 
 
 @EXACT_DTYPES
 def test_equal_rows_give_beta(dtype, tf32, device):
-    """Dense rows, so that the fused kernels run: a constant channel is beta exactly, its variance 0."""
+    """Dense rows, so the fused kernels run: a constant channel is beta exactly, its variance 0."""
     layer = make_layer(Case(131, 72, 64, "tails", dtype, scale=False, tf32=tf32), device)
-    layer = replace(layer, input=torch.randint(-3, 4, (1, 64), device=device).to(dtype).repeat(131, 1))
+    layer = replace(
+        layer, input=torch.randint(-3, 4, (1, 64), device=device).to(dtype).repeat(131, 1)
+    )
     layer.weight.copy_(torch.randint(-2, 3, (72, 64)))
     layer.beta.copy_(layer.beta.to(dtype))
     with fp32_precision(tf32):
@@ -133,7 +155,8 @@ def test_equal_rows_give_beta(dtype, tf32, device):
     assert torch.equal(y, layer.beta.to(dtype).expand_as(y))
     assert torch.equal(layer.running_var, torch.zeros_like(layer.running_var))
     mean = (layer.input @ layer.weight.t())[0].float() + layer.bias.float()
-    assert torch.equal(layer.running_mean, mean if dtype == F32 else mean.to(dtype).float())  # of what is rounded
+    # It is of what is rounded.
+    assert torch.equal(layer.running_mean, mean if dtype == F32 else mean.to(dtype).float())
 
 
 @EXACT_DTYPES
@@ -177,9 +200,16 @@ FORMATS = {
 @pytest.mark.parametrize("gradient", FORMATS)
 @TRAINING
 def test_gradients_of_a_channels_last_input(gradient, training, device):
-    x = torch.randn(4, 8, 6, 5, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    x = (
+        torch.randn(4, 8, 6, 5, device=device)
+        .to(memory_format=torch.channels_last)
+        .requires_grad_()
+    )
     grad = FORMATS[gradient](torch.randn(4, 8, 6, 5, device=device))
-    weight, buffers = torch.rand(8, device=device), (torch.zeros(8, device=device), torch.ones(8, device=device))
+    weight, buffers = (
+        torch.rand(8, device=device),
+        (torch.zeros(8, device=device), torch.ones(8, device=device)),
+    )
     batch_norm(x, *buffers, weight, training=training).backward(grad)
     wide = x.detach().double().requires_grad_()
     mean, var = (torch.zeros(8, device=device).double(), torch.ones(8, device=device).double())
@@ -200,11 +230,18 @@ def test_strided_parameters_and_buffers(training, device):
     assert max_error(table, torch.stack(dense, 1)) < 1e-6
     for vector in (columns[2], columns[2][:1].expand(8)):
         y = batch_norm(x, dense[0], dense[1], vector, vector, training)
-        assert max_error(y, batch_norm(x, dense[0], dense[1], vector.clone(), vector.clone(), training)) < 1e-6
+        assert (
+            max_error(
+                y, batch_norm(x, dense[0], dense[1], vector.clone(), vector.clone(), training)
+            )
+            < 1e-6
+        )
 
 
 @TRAINING
-@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4), (2, 0, 4, 4), (1, 0, 4, 4), (0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 4, 4), (2, 3, 0, 4), (2, 0, 4, 4), (1, 0, 4, 4), (0, 0)], ids=str
+)
 def test_nothing_to_normalise(shape, training, device):
     x = torch.empty(shape, device=device, requires_grad=True)
     vectors = [torch.ones(shape[1], device=device) for _ in range(4)]
@@ -227,7 +264,9 @@ def test_momentum_at_its_limits(kind, momentum, device):
         )
     else:
         ours, x = LinearBatchNorm1d(6, 4, momentum=momentum), torch.rand(9, 6)
-        theirs = nn.Sequential(copy.deepcopy(ours.gemm), nn.BatchNorm1d(4, momentum=momentum)).to(device)
+        theirs = nn.Sequential(copy.deepcopy(ours.gemm), nn.BatchNorm1d(4, momentum=momentum)).to(
+            device
+        )
     ours, theirs, x = ours.to(device), theirs.to(device), x.to(device)
     for _ in range(2):
         assert max_error(ours(x), theirs(x)) < 1e-5
@@ -281,19 +320,21 @@ def test_a_hook_that_comes_later_is_seen(device):
 
 @pytest.mark.gpu
 def test_misaligned_half_precision():
-    """In a process of its own: a misaligned address would take the CUDA context, and the other tests, down."""
+    """In its own process: a misaligned address would take the CUDA context and other tests down."""
     script = """
         import torch
         from cutlass_bn.functional import batch_norm, linear_batch_norm
 
         def misaligned(t):
-            return torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view(t.shape).copy_(t)
+            storage = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")
+            return storage[1:].view(t.shape).copy_(t)
 
         def results(function, tensors):
             tensors = [t.detach().requires_grad_() for t in tensors]
             y = function(*tensors)
             return [y, *torch.autograd.grad(y.float().pow(3).sum(), tensors)]
 
+        of_linear, of_conv = [(64, 24), (40, 24), (40,)], [(4, 8, 24, 24), (8,), (8,)]
         for dtype in (torch.float16, torch.bfloat16):
             for training in (True, False):
                 def linear(x, w, b):
@@ -302,21 +343,27 @@ def test_misaligned_half_precision():
                 def conv(x, w, b):
                     buffers = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
                     return batch_norm(x, *buffers, w, b, training)
-                for function, shapes in ((linear, [(64, 24), (40, 24), (40,)]), (conv, [(4, 8, 24, 24), (8,), (8,)])):
-                    aligned = [torch.randn(shape, device="cuda").mul(0.5).to(dtype) for shape in shapes]
+                for function, shapes in ((linear, of_linear), (conv, of_conv)):
+                    aligned = [torch.randn(s, device="cuda").mul(0.5).to(dtype) for s in shapes]
                     expected = results(function, aligned)
-                    for ours, wanted in zip(results(function, [misaligned(t) for t in aligned]), expected):
-                        error = (ours.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1)
+                    found = results(function, [misaligned(t) for t in aligned])
+                    for ours, wanted in zip(found, expected):
+                        error = (ours.double() - wanted.double()).abs().max()
+                        error /= wanted.double().abs().max().clamp(min=1)
                         assert error < 2e-2, (function, dtype, training, error)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_large_mean_in_exact_tf32(device):
-    """Operands that TF32 holds exactly, so that the fused kernel runs and the batch norm alone can lose digits."""
+    """Operands that TF32 holds exactly: fused kernels run, and batch norm alone can lose digits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.zeros(513, 8)
     x[:, 0], x[:, 1] = 9984.0, torch.randint(-512, 512, (513,), generator=generator) / 256

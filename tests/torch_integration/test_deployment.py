@@ -1,5 +1,7 @@
-"""Graphs that leave the process, and models that come from elsewhere: torch.export, ONNX, torch.jit.trace, make_fx,
-functionalize; counters of other dtypes and devices; strides. Expected is torch.nn's module, in float64 where it can be.
+"""Graphs that leave the process: torch.export, ONNX, torch.jit.trace, make_fx, functionalize.
+
+And models that come from elsewhere: counters of other dtypes and devices. Expected is torch.nn's
+module, in float64 where it can be.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from linear_cases import ACTIVATIONS, BF16, FP16, TRAINING, max_error
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, functional, library_is_loaded
+from cutlass_bn import BatchNorm2d, LinearBatchNorm1d
 
 KINDS = pytest.mark.parametrize("kind", ["conv", "linear"])
 STRICT = pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
@@ -79,7 +80,7 @@ def assert_same_state(module: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_trains_alike(module: nn.Module, theirs: nn.Module, x: Tensor) -> None:
-    """Steps with other batch sizes than the graph was made with: outputs, statistics and parameters."""
+    """Steps of other batch sizes than the graph was made with: outputs, statistics, parameters."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (module, theirs)]
     for batch in (x, torch.cat([x, 2 * x + 1]), x[:3]):
         outputs = [m(batch.to(next(m.parameters()).dtype)) for m in (module, theirs)]
@@ -124,7 +125,9 @@ def test_float32_stays_float32(strict, kind, training, device):
     module, _, x = make(kind, device, training)
     program = torch.export.export(module, (x,), strict=strict)
     values = [node.meta["val"] for node in program.graph.nodes if "val" in node.meta]
-    tensors = [t for value in values for t in (value if isinstance(value, tuple | list) else [value])]
+    tensors = [
+        t for value in values for t in (value if isinstance(value, tuple | list) else [value])
+    ]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
     assert dtypes == {torch.float32}
 
@@ -135,7 +138,7 @@ def test_float32_stays_float32(strict, kind, training, device):
     [("conv", False, None), *itertools.product(["linear"], [False, True], ACTIVATIONS)],
 )
 def test_onnx(kind, scale, activation, exporter, device):
-    """A BatchNormalization, or a Gemm that has taken it in, in the model's dtype. ONNX's runtime gives our values."""
+    """A BatchNormalization, or a Gemm that took it in, of the model's dtype, and our values."""
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     module, _, x = make(kind, device, False, scale=scale, activation=activation)
     graph = to_onnx(module, x, exporter)
@@ -144,7 +147,9 @@ def test_onnx(kind, scale, activation, exporter, device):
     assert ("Gemm" if folded else "BatchNormalization") in kinds
     assert len(graph.graph.node) <= 9, "GELU in the older opset takes five"
     assert types_of(onnx, graph) <= {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
-    session = runtime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        graph.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     for batch in (x, x[:1], torch.cat([x, x + 1])):
         (y,) = session.run(None, {session.get_inputs()[0].name: batch.cpu().numpy()})
         assert max_error(torch.from_numpy(y), module(batch).detach().cpu()) < 1e-5
@@ -163,21 +168,38 @@ def to_onnx(module: nn.Module, x: Tensor, exporter: str):
     if exporter == "dynamo":
         pytest.importorskip("onnxscript")
         program = torch.onnx.export(
-            module, (x,), dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},), verbose=False
+            module,
+            (x,),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
         )
         return program.model_proto
     file = io.BytesIO()
     axes = {"x": {0: "batch"}, "y": {0: "batch"}}
-    torch.onnx.export(module, (x,), file, dynamo=False, input_names=["x"], output_names=["y"], dynamic_axes=axes)
+    torch.onnx.export(
+        module, (x,), file, dynamo=False, input_names=["x"], output_names=["y"], dynamic_axes=axes
+    )
     return onnx.load_from_string(file.getvalue())
 
 
 def types_of(onnx, model) -> set[int]:
-    """The element types of everything in the graph: inputs, weights, values between and constants."""
+    """The element types of all in the graph: inputs, weights, values between and constants."""
     graph = onnx.shape_inference.infer_shapes(model).graph
     values = (*graph.input, *graph.output, *graph.value_info)
-    constants = [a.t.data_type for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.TENSOR]
-    casts = [a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"]
+    constants = [
+        a.t.data_type
+        for node in graph.node
+        for a in node.attribute
+        if a.type == onnx.AttributeProto.TENSOR
+    ]
+    casts = [
+        a.i
+        for node in graph.node
+        if node.op_type == "Cast"
+        for a in node.attribute
+        if a.name == "to"
+    ]
     return {
         *(value.type.tensor_type.elem_type for value in values),
         *(tensor.data_type for tensor in graph.initializer),
@@ -206,10 +228,14 @@ def test_exported_inside_autocast_and_run_anywhere(dtype, strict, kind, training
 @KINDS
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_traced_saved_and_loaded(autocast, kind, training, device):
-    """With gradients on: an autograd.Function would be in the trace as Python, which can't be saved."""
+    """With gradients: an autograd.Function would be traced as Python, which can't be saved."""
     module, theirs, x = make(kind, device, training)
-    with warnings.catch_warnings(), torch.autocast(device, dtype=BF16, enabled=autocast, cache_enabled=False):
-        warnings.simplefilter("ignore")  # that torch.jit is deprecated, and that sizes are looked at
+    with (
+        warnings.catch_warnings(),
+        torch.autocast(device, dtype=BF16, enabled=autocast, cache_enabled=False),
+    ):
+        # The warnings: torch.jit is deprecated, and sizes are looked at.
+        warnings.simplefilter("ignore")
         traced = torch.jit.trace(copy.deepcopy(module), (x,), check_trace=False)
     loaded = through_a_file(torch.jit.save, torch.jit.load, traced)
     if autocast:
@@ -237,7 +263,11 @@ def test_functionalize(kind, training, device):
 def test_make_fx(through, mode, kind, training, device):
     module, theirs, x = make(kind, device, training)
     function = torch.func.functionalize(module) if through == "functionalized" else module
-    options = {"tracing_mode": mode, "_allow_non_fake_inputs": True, "pre_dispatch": through == "before dispatch"}
+    options = {
+        "tracing_mode": mode,
+        "_allow_non_fake_inputs": True,
+        "pre_dispatch": through == "before dispatch",
+    }
     before = copy.deepcopy(module.state_dict())
     with torch.no_grad():
         graph = make_fx(function, **options)(x)
@@ -287,7 +317,9 @@ def test_tensors_without_values(where, kind, training, device):
 
 @KINDS
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.float64, FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.uint8, torch.float32, torch.float64, FP16, BF16], ids=str
+)
 def test_counters_of_any_dtype(dtype, momentum, kind, device):
     check_counter(*make(kind, device, True, momentum), lambda counter: counter.to(dtype))
 
@@ -327,61 +359,3 @@ def test_the_counter_does_not_synchronise(device):
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert module.num_batches_tracked == 1
-
-
-SIZES = {2: (4, 6), 3: (4, 6, 5), 4: (4, 6, 3, 5), 5: (2, 4, 3, 5, 2)}
-LAYOUTS = [
-    *(order for rank in SIZES for order in itertools.permutations(range(rank)) if rank < 5 or order[0] < 2),
-    *("sliced", "expanded", "channels_last, sliced", "one channel", "one place"),
-]
-
-
-def laid_out(layout, device: str) -> Tensor:
-    """Sizes of SIZES in the memory order given, or what else its name says."""
-    if not isinstance(layout, str):
-        inverse = [layout.index(dim) for dim in range(len(layout))]
-        return torch.randn([SIZES[len(layout)][dim] for dim in layout], device=device).permute(inverse)
-    shape = {"one channel": (4, 1, 3, 5), "one place": (4, 6, 1, 1)}.get(layout, (4, 6, 3, 10))
-    x = torch.randn(shape, device=device)
-    if layout == "expanded":
-        return x[:, :, :1].expand(-1, -1, 3, -1)
-    if layout == "sliced":
-        return x[..., ::2]
-    x = x.to(memory_format=torch.channels_last)
-    return x[:, 1:] if "sliced" in layout else x
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@TRAINING
-def test_strides_are_torchs(training, layout, device):
-    """Of the output and of input's gradient, where sizes of 1 have none to speak of. Torch's CPU says which."""
-
-    def strides(t: Tensor) -> list[int]:
-        return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-    x = laid_out(layout, device)
-    dy = torch.randn_like(x.contiguous())
-    results = []
-    for function, where in ((functional.batch_norm, device), (F.batch_norm, "cpu")):
-        leaf = laid_out(layout, where).copy_(x) if layout != "expanded" else laid_out(layout, where)
-        vectors = [torch.zeros(x.size(1), device=where), torch.ones(x.size(1), device=where)]
-        leaf.requires_grad_()
-        y = function(leaf, *vectors, training=training)
-        (dx,) = torch.autograd.grad(y, leaf, dy.to(where))
-        results.append((y, dx))
-    (y, dx), (expected_y, expected_dx) = results
-    assert strides(y) == strides(expected_y)
-    assert strides(dx) == strides(expected_dx)
-    if layout != "expanded":
-        assert max_error(y.cpu(), expected_y) < 1e-5
-        assert max_error(dx.cpu(), expected_dx) < 1e-4
-    if library_is_loaded() and torch.version.cuda:
-        with FakeTensorMode():
-            fake = torch.empty_strided(x.shape, x.stride(), device="cuda")
-            vectors = [torch.empty(x.size(1), device="cuda") for _ in range(2)]
-            assert strides(functional.batch_norm(fake, *vectors, training=training)) == strides(y)
-
-
-def test_a_permuted_input_can_be_viewed(device):
-    y = BatchNorm2d(3).to(device)(torch.randn(4, 6, 3, 5, device=device).permute(0, 2, 1, 3))
-    assert y.view(4, -1).shape == (4, 90)

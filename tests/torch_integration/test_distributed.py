@@ -1,6 +1,7 @@
-"""Training as programs do it: two processes of DistributedDataParallel, activation checkpoints, copies on the way.
+"""Training as programs do it: two processes of DDP, activation checkpoints, copies on the way.
 
-The processes talk through gloo, which serves CPU tensors, and CUDA tensors by way of the host: one GPU is enough.
+The processes talk through gloo, which serves CPU tensors, and CUDA tensors by way of the host: one
+GPU is enough.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int, device: str, **options) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    rank: int,
+    device: str,
+    **options,
+) -> None:
     for step in steps:
         x, target = make_batch(step, rank, device)
         optimizer.zero_grad()
@@ -91,7 +99,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Some steps of float32 training of order 1 by different roundings of 2^-24 each, on CUDA in different kernels."""
+    """Some steps of order 1 by different roundings of 2^-24 each; on CUDA in different kernels."""
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
 
@@ -119,7 +127,9 @@ def trains_to_torchs_weights(rank: int, device: str) -> None:
         models[ours] = model = distribute(ours, device)
         seen = []
         # Runs behind DDP's broadcast and in front of the batch.
-        model.module.norm.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.running_mean.clone()))
+        model.module.norm.register_forward_pre_hook(
+            lambda m, _, seen=seen: seen.append(m.running_mean.clone())
+        )
         train(model, make_optimizer(model), range(STEPS), rank, device)
         for mean in seen:
             first, second = everywhere(mean)
@@ -132,7 +142,9 @@ def trains_to_torchs_weights(rank: int, device: str) -> None:
         assert not torch.allclose(first, second), "the last batches were the same"
     assert_close(tensors(models[True]), tensors(models[False]))
     start = make_model(True, device)
-    assert not torch.allclose(start.norm.weight, models[True].module.norm.weight, atol=1e-3), "nothing was learnt"
+    assert not torch.allclose(start.norm.weight, models[True].module.norm.weight, atol=1e-3), (
+        "nothing was learnt"
+    )
 
     x, _ = make_batch(99, 0, device)
     evaluated = [models[ours].eval()(x) for ours in (True, False)]
@@ -140,10 +152,10 @@ def trains_to_torchs_weights(rank: int, device: str) -> None:
 
 
 def two_forwards_before_a_backward(rank: int, device: str) -> None:
-    """The second forward's broadcast overwrites the buffers between the first forward and its backward.
+    """The second forward's broadcast overwrites buffers between the first and its backward.
 
-    On CUDA torch's BatchNorm keeps the running buffers for its backward, which then refuses: its model does without the
-    broadcast, on which gradients don't depend.
+    On CUDA torch's BatchNorm keeps the running buffers for its backward, which then refuses: its
+    model does without the broadcast, on which gradients don't depend.
     """
     found = []
     for ours in (True, False):
@@ -178,7 +190,12 @@ def checkpoints_activations(rank: int, device: str) -> None:
     assert_close(*found)
 
 
-TASKS = (trains_to_torchs_weights, two_forwards_before_a_backward, accumulates_without_sync, checkpoints_activations)
+TASKS = (
+    trains_to_torchs_weights,
+    two_forwards_before_a_backward,
+    accumulates_without_sync,
+    checkpoints_activations,
+)
 
 
 def _process(rank: int, device: str, folder: str) -> None:
@@ -186,7 +203,9 @@ def _process(rank: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     # They meet in a file: a port that is free now may be taken when they open it.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES
+    )
     for task in TASKS:
         report = Path(folder, f"{task.__name__}-{rank}")
         try:
@@ -200,7 +219,7 @@ def _process(rank: int, device: str, folder: str) -> None:
 
 @functools.cache
 def run_processes(device: str) -> dict[str, str]:
-    """What each task's processes reported. All tasks in one start: to import torch twice takes longer than they do."""
+    """What each task's processes reported. One start for all: importing torch takes longer."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(_process, (device, folder), nprocs=PROCESSES, join=False)
         end = time.monotonic() + SECONDS
@@ -220,7 +239,9 @@ def run_processes(device: str) -> dict[str, str]:
         for task in TASKS:
             files = [Path(folder, f"{task.__name__}-{rank}") for rank in range(PROCESSES)]
             texts = [file.read_text() for file in files if file.exists()]
-            reports[task.__name__] = "\n".join(filter(None, texts)) or ("" if len(texts) == PROCESSES else stopped)
+            reports[task.__name__] = "\n".join(filter(None, texts)) or (
+                "" if len(texts) == PROCESSES else stopped
+            )
         return reports
 
 
@@ -235,7 +256,9 @@ def test_two_processes(task, device):
 # One process.
 
 
-def through_state_dicts(model: Model, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def through_state_dicts(
+    model: Model, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
@@ -264,7 +287,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_in_a_copy(way, device):
-    """Model and optimiser together, gradients there: the copy goes on as the original would, bit by bit."""
+    """Model, optimiser and gradients together: the copy goes on as the original, bit by bit."""
     model = make_model(True, device)
     optimizer = make_optimizer(model)
     train(model, optimizer, range(2), 0, device)
@@ -283,7 +306,7 @@ def test_training_goes_on_in_a_copy(way, device):
 
 
 def test_activation_checkpointing(device):
-    """Gradients as without it. The forward runs twice: so the counters and the running statistics move, as torch's."""
+    """Gradients as without it. The forward runs twice: counters and statistics move, as torch's."""
     x, target = make_batch(0, 0, device)
     plain, ours, theirs = (make_model(is_ours, device) for is_ours in (True, True, False))
     for model in (plain, ours, theirs):

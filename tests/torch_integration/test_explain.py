@@ -1,4 +1,4 @@
-"""cutlass_bn.explain: which code runs, and that it is the code that the layouts, dtypes and switches call for."""
+"""cutlass_bn.explain: which code runs, as layouts, dtypes and switches call for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from cutlass_bn import BatchNorm2d, LinearBatchNorm1d, Plan, explain, functional
 
 
 def test_cpu():
-    assert explain(LinearBatchNorm1d(4, 8), torch.ones(3, 4)) == Plan("cpu", "", "the input is on cpu")
+    assert explain(LinearBatchNorm1d(4, 8), torch.ones(3, 4)) == Plan(
+        "cpu", "", "the input is on cpu"
+    )
     assert explain(BatchNorm2d(4), torch.ones(2, 4, 3, 3)) == Plan("cpu", "", "the input is on cpu")
     assert explain(functional.linear_batch_norm, torch.ones(3, 4), torch.ones(8, 4)).path == "cpu"
     assert explain(functional.batch_norm, torch.ones(3, 4), None, None, training=True).path == "cpu"
@@ -20,7 +22,9 @@ def test_cpu():
 
 def test_names_what_is_not_fused():
     module = LinearBatchNorm1d(4, 8)
-    assert explain(module, torch.ones(2, 8, 4)) == Plan("unfused modules", "", "the input has 3 dimensions")
+    assert explain(module, torch.ones(2, 8, 4)) == Plan(
+        "unfused modules", "", "the input has 3 dimensions"
+    )
     module.bn = nn.SyncBatchNorm.convert_sync_batchnorm(module.bn)
     assert explain(module, torch.ones(3, 4)) == Plan("unfused modules", "", "bn is a SyncBatchNorm")
 
@@ -83,12 +87,17 @@ def test_missing_arguments():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "tf32", "path"),
-    [(BF16, False, "fused"), (FP16, False, "fused"), (torch.float32, True, "fused"), (torch.float32, False, "portable"),
-     (torch.float64, False, "reference")],
-)  # fmt: skip
+    [
+        (BF16, False, "fused"),
+        (FP16, False, "fused"),
+        (torch.float32, True, "fused"),
+        (torch.float32, False, "portable"),
+        (torch.float64, False, "reference"),
+    ],
+)
 @pytest.mark.parametrize("m", [2, 16, 300, 16384])
 def test_path_by_dtype(m, dtype, tf32, path, training):
-    """K is so short that float32 products at full precision are torch.mm's; test_split_layer.py has longer ones."""
+    """K is so short that exact float32 products are torch.mm's; test_split_layer.py has longer."""
     module = LinearBatchNorm1d(32, 128, device="cuda", dtype=dtype).train(training)
     with fp32_precision(tf32):
         plan = explain(module, torch.ones(m, 32, device="cuda", dtype=dtype))
@@ -116,7 +125,9 @@ def test_path_by_layout(x, path, reason):
     module = LinearBatchNorm1d(64, 128, device="cuda", dtype=BF16)
     input = x()
     strides, offset = input.stride(), input.storage_offset()
-    storage = torch.ones(input.untyped_storage().size() // input.element_size(), device="cuda", dtype=BF16)
+    storage = torch.ones(
+        input.untyped_storage().size() // input.element_size(), device="cuda", dtype=BF16
+    )
     plan = explain(module, storage.as_strided(input.shape, strides, offset))
     assert plan.path == path, plan
     assert reason in plan.reason
@@ -125,7 +136,7 @@ def test_path_by_layout(x, path, reason):
 @pytest.mark.gpu
 @hopper
 def test_path_by_output():
-    """In eval the GEMM writes y, whose rows must be whole 16-byte units; in training it writes a padded u."""
+    """In eval the GEMM writes y, whose rows must be whole 16-byte units; in training a padded u."""
     x = torch.ones(32, 64, device="cuda", dtype=BF16)
     module = LinearBatchNorm1d(64, 12, device="cuda", dtype=BF16)
     assert explain(module, x).path == "fused"
@@ -139,7 +150,9 @@ def test_batch_norm_formats():
     module = BatchNorm2d(8).cuda()
     x = torch.ones(2, 8, 4, 4, device="cuda")
     assert explain(module, x) == Plan("kernels", "NCHW", "")
-    assert explain(module, x.to(memory_format=torch.channels_last)) == Plan("kernels", "channels_last", "")
+    assert explain(module, x.to(memory_format=torch.channels_last)) == Plan(
+        "kernels", "channels_last", ""
+    )
     assert explain(module, x[:, :, ::2]).reason
     assert explain(module, x.double()).path == "reference"
 

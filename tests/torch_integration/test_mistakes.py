@@ -16,7 +16,11 @@ def _state(tensors) -> list[torch.Tensor]:
 
 MISTAKES = {
     "three dimensions": (lambda x: x[0], ValueError, "expected 4D input \\(got 3D input\\)"),
-    "one value per channel": (lambda x: x[:1, :, :1, :1], ValueError, "Expected more than 1 value per channel"),
+    "one value per channel": (
+        lambda x: x[:1, :, :1, :1],
+        ValueError,
+        "Expected more than 1 value per channel",
+    ),
     "another number of channels": (
         lambda x: x[:, :3],
         RuntimeError,
@@ -50,7 +54,9 @@ def test_mistakes_with_the_module_change_nothing(mistake, training, device):
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
 def test_another_device_changes_nothing(name, device):
     x, elsewhere = torch.randn(2, 4, 5, 5, device=device), "meta" if device == "cpu" else "cpu"
-    vectors = {v: torch.ones(4, device=device) for v in ("running_mean", "running_var", "weight", "bias")}
+    vectors = {
+        v: torch.ones(4, device=device) for v in ("running_mean", "running_var", "weight", "bias")
+    }
     before = _state(vectors.values())
     with pytest.raises(RuntimeError, match=f"^{name}: expected a tensor on {device}.* like"):
         batch_norm(x, **{**vectors, name: vectors[name].to(elsewhere)}, training=True)
@@ -59,9 +65,11 @@ def test_another_device_changes_nothing(name, device):
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
 def test_a_vector_of_another_size_changes_nothing(name, device):
-    """On CUDA two ops run in training: the first must not have counted the batch when the second one objects."""
+    """On CUDA two ops run in training: the first must not have counted when the second objects."""
     x = torch.randn(2, 4, 5, 5, device=device)
-    vectors = {v: torch.ones(4, device=device) for v in ("running_mean", "running_var", "weight", "bias")}
+    vectors = {
+        v: torch.ones(4, device=device) for v in ("running_mean", "running_var", "weight", "bias")
+    }
     before = _state(vectors.values())
     for wrong in (torch.ones(5, device=device), torch.ones(1, 4, device=device)):
         with pytest.raises(RuntimeError, match=rf"^{name}: expected shape \[4\]"):
@@ -80,8 +88,16 @@ def test_with_one_vector_it_is_the_input(training, device):
 LINEAR_MISTAKES = {
     "eps 0": ({"eps": 0.0}, ValueError, "eps"),
     "eps below 0 in eval": ({"eps": -1.0, "training": False}, ValueError, "eps"),
-    "integers": ({"input": torch.int64, "weight": torch.int64, "bias": torch.int64}, NotImplementedError, "floating"),
-    "complex numbers": (dict.fromkeys(("input", "weight", "bias"), torch.complex64), NotImplementedError, "floating"),
+    "integers": (
+        {"input": torch.int64, "weight": torch.int64, "bias": torch.int64},
+        NotImplementedError,
+        "floating",
+    ),
+    "complex numbers": (
+        dict.fromkeys(("input", "weight", "bias"), torch.complex64),
+        NotImplementedError,
+        "floating",
+    ),
 }
 # One argument that doesn't fit the others, and what is said.
 MISFITS = {
@@ -100,7 +116,8 @@ MISFITS = {
     "gamma's rank": ("gamma", lambda g: g[None], r"expected shape \[8\], got \[1, 8\]"),
 }
 LINEAR_MISTAKES |= {
-    key: ({name: change}, RuntimeError, f"^{name}: {text}") for key, (name, change, text) in MISFITS.items()
+    key: ({name: change}, RuntimeError, f"^{name}: {text}")
+    for key, (name, change, text) in MISFITS.items()
 }
 
 

@@ -1,4 +1,4 @@
-"""Training steps in mixed precision: autocast, GradScaler, and modules cast as a whole, beside torch's own modules."""
+"""Training steps in mixed precision: autocast, GradScaler, modules cast as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 class Model(nn.Module):
-    """Both layers, with our modules or torch's; without the biases that have no gradient in training."""
+    """Both layers, ours or torch's; without the biases that have no gradient in training."""
 
     def __init__(self, ours: bool) -> None:
         super().__init__()
@@ -24,7 +24,9 @@ class Model(nn.Module):
         if ours:
             self.hidden = LinearBatchNorm1d(16, 24, bias=False, activation="silu")
         else:
-            self.hidden = nn.Sequential(nn.Linear(16, 24, bias=False), nn.BatchNorm1d(24), nn.SiLU())
+            self.hidden = nn.Sequential(
+                nn.Linear(16, 24, bias=False), nn.BatchNorm1d(24), nn.SiLU()
+            )
         self.head = nn.Linear(24, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +49,10 @@ def loss_of(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype) -> 
     return F.cross_entropy(logits.float(), target)
 
 
-def assert_no_worse_than_torch(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], eps: float) -> None:
-    """Error against float32 at most twice torch's in the same mode, where a few roundings are forgiven to both."""
+def assert_no_worse_than_torch(
+    ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], eps: float
+) -> None:
+    """Error against float32 at most twice torch's in that mode, but for a few roundings."""
     for mine, yours, truth in zip(ours, theirs, exact, strict=True):
         assert mine.isfinite().all()
         assert mine.dtype == yours.dtype
@@ -58,7 +62,7 @@ def assert_no_worse_than_torch(ours: list[Tensor], theirs: list[Tensor], exact: 
 @TRAINING
 @HALVES
 def test_autocast_step(dtype, training, device):
-    """The backward is outside autocast. Gradients and statistics are float32, and no worse than torch's."""
+    """The backward is outside autocast. Gradients, statistics: float32, no worse than torch's."""
     x, target = make_batch(device)
     found = {}
     for name, ours in (("ours", True), ("theirs", False), ("exact", False)):
@@ -70,11 +74,13 @@ def test_autocast_step(dtype, training, device):
         statistics = [b for b in model.buffers() if b.is_floating_point()]
         assert all(t.dtype == F32 for t in [*statistics, *(p.grad for p in model.parameters())])
         found[name] = [*(p.grad for p in model.parameters()), *statistics]
-    assert_no_worse_than_torch(found["ours"], found["theirs"], found["exact"], torch.finfo(dtype).eps)
+    assert_no_worse_than_torch(
+        found["ours"], found["theirs"], found["exact"], torch.finfo(dtype).eps
+    )
 
 
 def test_grad_scaler_steps(device):
-    """From a scale at which fp16 overflows: the same steps are skipped as with torch's modules, then the loss falls."""
+    """From a scale at which fp16 overflows: steps are skipped as torch's; then the loss falls."""
     x, target = make_batch(device)
     scales = []
     for ours in (True, False):
@@ -92,9 +98,13 @@ def test_grad_scaler_steps(device):
             scales[-1].append(scaler.get_scale())
             if step == 0:
                 assert scales[-1] == [2.0**29], "the overflow was not found"
-                assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+                assert all(
+                    torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True)
+                )
         assert all(p.isfinite().all() for p in model.parameters())
-        assert loss < 0.6 * F.cross_entropy(make_model(False, device)(x), target), "nothing was learnt"
+        assert loss < 0.6 * F.cross_entropy(make_model(False, device)(x), target), (
+            "nothing was learnt"
+        )
     # A gradient at the very edge may overflow in one of the two.
     ours, theirs = (torch.tensor(s).log2() for s in scales)
     assert (ours - theirs).abs().max() <= 1
@@ -103,7 +113,7 @@ def test_grad_scaler_steps(device):
 @TRAINING
 @HALVES
 def test_modules_cast_as_a_whole(dtype, training, device):
-    """.half() and .bfloat16(): everything but the counters is cast, gradients too, and no worse than torch's."""
+    """.half(), .bfloat16(): all but the counters is cast, gradients too; no worse than torch's."""
     x, target = make_batch(device)
     x = x.to(dtype)
     found = {}
@@ -122,12 +132,14 @@ def test_modules_cast_as_a_whole(dtype, training, device):
         gradients = [p.grad for p in model.parameters()]
         assert name == "exact" or all(t.dtype == dtype for t in [*statistics, *gradients])
         found[name] = [*gradients, *statistics]
-    assert_no_worse_than_torch(found["ours"], found["theirs"], found["exact"], torch.finfo(dtype).eps)
+    assert_no_worse_than_torch(
+        found["ours"], found["theirs"], found["exact"], torch.finfo(dtype).eps
+    )
 
 
 @HALVES
 def test_halves_with_float32_parameters(dtype, device):
-    """What autocast amounts to for a norm, without it: float32 gradients, with more digits than the input has."""
+    """As autocast amounts to for a norm: float32 gradients, of more digits than the input has."""
     module, theirs = BatchNorm2d(8).to(device), nn.BatchNorm2d(8).to(device)
     x = torch.randn(16, 8, 9, 9, device=device).to(dtype)
     dy = torch.randn_like(x)
@@ -145,7 +157,7 @@ def test_halves_with_float32_parameters(dtype, device):
 
 @HALVES
 def test_autocast_leaves_float32_input_of_the_norm_alone(dtype, device):
-    """batch_norm is on neither of autocast's lists: it runs in its input's dtype, as torch's does."""
+    """batch_norm is on neither of autocast's lists: it keeps its input's dtype, as torch's does."""
     x = torch.randn(4, 3, 5, 5, device=device)
     with torch.autocast(device, dtype=dtype):
         ours, theirs = BatchNorm2d(3).to(device)(x), nn.BatchNorm2d(3).to(device)(x)

@@ -57,7 +57,9 @@ def test_batch_norm_derivatives(training, shape):
     mean, var = torch.zeros(2, dtype=F64), vector(2)
 
     def function(x, weight, bias):
-        return reference.batch_norm(x, mean.clone(), var.clone(), None, weight, bias, training, 0.1, 1e-3)
+        return reference.batch_norm(
+            x, mean.clone(), var.clone(), None, weight, bias, training, 0.1, 1e-3
+        )
 
     inputs = [t.requires_grad_() for t in (torch.randn(shape, dtype=F64), vector(2), vector(2))]
     assert gradcheck(function, inputs)
@@ -85,7 +87,9 @@ def test_linear_batch_norm_is_the_separate_layers(training, activation, bias, sc
     y = reference.linear_batch_norm(
         x, weight, *vectors, *ours, torch.tensor(0), gamma, beta, training, 0.3, 1e-5, activation
     )
-    torch.testing.assert_close(y, separate(x, weight, *vectors, *theirs, gamma, beta, training, activation))
+    torch.testing.assert_close(
+        y, separate(x, weight, *vectors, *theirs, gamma, beta, training, activation)
+    )
     torch.testing.assert_close(ours, theirs)
 
 
@@ -96,10 +100,26 @@ def test_linear_batch_norm_derivatives(training, activation):
 
     def function(x, weight, bias, scale, gamma, beta):
         return reference.linear_batch_norm(
-            x, weight, bias, scale, mean.clone(), var.clone(), None, gamma, beta, training, 0.1, 1e-3, activation
+            x,
+            weight,
+            bias,
+            scale,
+            mean.clone(),
+            var.clone(),
+            None,
+            gamma,
+            beta,
+            training,
+            0.1,
+            1e-3,
+            activation,
         )
 
-    inputs = [torch.randn(5, 3, dtype=F64), torch.randn(2, 3, dtype=F64), *(vector(2) for _ in range(4))]
+    inputs = [
+        torch.randn(5, 3, dtype=F64),
+        torch.randn(2, 3, dtype=F64),
+        *(vector(2) for _ in range(4)),
+    ]
     inputs = [t.requires_grad_() for t in inputs]
     assert gradcheck(function, inputs)
     assert gradgradcheck(function, inputs)
@@ -140,7 +160,9 @@ def test_a_bias_of_half_precision_belongs_to_what_is_rounded(autocast, dtype, tr
         )
     assert (y.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
     for mine, truth in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.double(), truth, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            mine.double(), truth, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,6 +180,8 @@ def test_bias_gradient_is_zero_in_training(dtype):
 def test_dtype_is_that_of_the_separate_layers(autocast, scale):
     x, weight, factor = torch.randn(6, 3), torch.randn(2, 3), torch.randn(2) if scale else None
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        y = reference.linear_batch_norm(x, weight, None, factor, None, None, None, None, None, True, 0.1, 1e-5, "gelu")
+        y = reference.linear_batch_norm(
+            x, weight, None, factor, None, None, None, None, None, True, 0.1, 1e-5, "gelu"
+        )
         peer = separate(x, weight, None, factor, None, None, None, None, True, "gelu")
     assert y.dtype == peer.dtype

@@ -1,4 +1,4 @@
-"""Faults that users found, each with its kind: what values, state and launches had come out wrong."""
+"""Faults that users found, each with its kind: wrong values, state and launches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Layer:
 
 
 def with_large_mean(m: int, n: int, k: int, dtype: torch.dtype, device: str, mean: float) -> Layer:
-    """Columns of x weight^T with this mean and about unit spread, and a bias that takes the mean away."""
+    """Columns of x weight^T of this mean and about unit spread; a bias takes the mean away."""
     root = mean**0.5
     x, weight = torch.randn(m, k), torch.randn(n, k) / k**0.5
     x[:, 0], weight[:, 0] = root, root
@@ -43,10 +43,12 @@ def with_large_mean(m: int, n: int, k: int, dtype: torch.dtype, device: str, mea
 
 
 class TestBiasOfTheRoundedValue:
-    """A Linear bias that takes a large mean away, in half precision: rounded with the mean, y would be noise."""
+    """A Linear bias removes a large mean, in half precision: rounded with it, y would be noise."""
 
     @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-    @pytest.mark.parametrize("shape", [(2049, 264, 128), (130, 72, 40), (257, 35, 25), (64, 8, 8)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(2049, 264, 128), (130, 72, 40), (257, 35, 25), (64, 8, 8)], ids=str
+    )
     @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
     def test_against_float64(self, device, dtype, shape, training):
         layer = with_large_mean(*shape, dtype, device, 1024.0)
@@ -57,7 +59,13 @@ class TestBiasOfTheRoundedValue:
         assert_no_worse(y, torch_y, expected, factor=1.5, floor=1e-3, what="y")
         assert linear_cases.max_error(y, expected) < 0.03
         for name in ("running_mean", "running_var"):
-            assert_no_worse(getattr(actual, name), getattr(peer, name), getattr(after, name), floor=1e-5, what=name)
+            assert_no_worse(
+                getattr(actual, name),
+                getattr(peer, name),
+                getattr(after, name),
+                floor=1e-5,
+                what=name,
+            )
 
     @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
     @pytest.mark.parametrize("shape", [(300, 136, 64), (77, 35, 25)], ids=str)
@@ -77,7 +85,11 @@ class TestBiasOfTheRoundedValue:
         m, n, k = 256, 64, 64
         x, weight = torch.randn(m, k), torch.randn(n, k) / 8
         x[:, 0], weight[:, 0] = 256.0, 256.0
-        layer = plain_layer(x.half().to(device), weight.half().to(device), torch.full((n,), -65504.0).half().to(device))
+        layer = plain_layer(
+            x.half().to(device),
+            weight.half().to(device),
+            torch.full((n,), -65504.0).half().to(device),
+        )
         layer = layer.map(lambda t: t if t.dtype == FP16 else t.to(parameter_dtype))
         expected, _ = linear_cases.oracle(layer, True)
         y = fused(layer.clone(), True)
@@ -89,15 +101,21 @@ class TestHugeValues:
     """Rows past M times infinity are not a number."""
 
     @staticmethod
-    def layer(m: int, n: int, k: int, dtype: torch.dtype, device: str, magnitude: float, constant: bool) -> Layer:
+    def layer(
+        m: int, n: int, k: int, dtype: torch.dtype, device: str, magnitude: float, constant: bool
+    ) -> Layer:
         x = torch.randn(1 if constant else m, k).expand(m, k).to(dtype).contiguous()
-        return plain_layer(x.to(device), (torch.randn(n, k) * (magnitude / k**0.5)).to(dtype).to(device))
+        return plain_layer(
+            x.to(device), (torch.randn(n, k) * (magnitude / k**0.5)).to(dtype).to(device)
+        )
 
     @pytest.mark.parametrize("m", [2049, 2050, 2056, 2063], ids=str)
     @pytest.mark.parametrize("magnitude", [1e20, 1e30], ids=str)
     @pytest.mark.parametrize("kind", ["bf16", "tf32", "ieee", "split"])
     def test_constant_columns(self, device, kind, magnitude, m):
-        layer = self.layer(m, 640, 512, BF16 if kind == "bf16" else torch.float32, device, magnitude, True)
+        layer = self.layer(
+            m, 640, 512, BF16 if kind == "bf16" else torch.float32, device, magnitude, True
+        )
         with fp32_precision(kind == "tf32"):
             y = fused(layer, True, ieee_fp32=kind == "ieee")
         assert torch.equal(y, torch.full_like(y, 0.25))
@@ -107,7 +125,9 @@ class TestHugeValues:
     @pytest.mark.parametrize("kind", ["bf16", "tf32", "split"])
     def test_variance_beyond_float32(self, device, kind, magnitude):
         """Its square overflows: y is beta, as torch's is, and the running variance infinite."""
-        layer = self.layer(2049, 640, 512, BF16 if kind == "bf16" else torch.float32, device, magnitude, False)
+        layer = self.layer(
+            2049, 640, 512, BF16 if kind == "bf16" else torch.float32, device, magnitude, False
+        )
         wide = torch.var(layer.input.double() @ layer.weight.double().t(), 0)
         with fp32_precision(kind == "tf32"):
             y = fused(layer, True)
@@ -121,7 +141,14 @@ class TestHugeValues:
 class TestVarianceAtALargeMean:
     """float32 statistics of tiles need the remainder of their means: 1.2e-5 off without."""
 
-    SHAPES = ((8, 3, 16, 16), (64, 3, 16, 16), (8, 65, 14, 14), (256, 64, 7, 7), (4, 8, 33, 33), (2, 3, 5, 7))
+    SHAPES = (
+        (8, 3, 16, 16),
+        (64, 3, 16, 16),
+        (8, 65, 14, 14),
+        (256, 64, 7, 7),
+        (4, 8, 33, 33),
+        (2, 3, 5, 7),
+    )
 
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
     @pytest.mark.parametrize("sizes", SHAPES, ids=str)
@@ -151,10 +178,12 @@ COUNTER_DTYPES = (torch.int32, torch.int16, torch.uint8, torch.float32, torch.fl
 
 
 class TestCounters:
-    """Whatever an old state dict or a converter has made of num_batches_tracked, torch trains on."""
+    """Whatever a state dict or converter has made of num_batches_tracked, torch trains on."""
 
     @staticmethod
-    def pair(kind: str, device: str, momentum: float | None) -> tuple[nn.Module, nn.Module, nn.BatchNorm1d, Tensor]:
+    def pair(
+        kind: str, device: str, momentum: float | None
+    ) -> tuple[nn.Module, nn.Module, nn.BatchNorm1d, Tensor]:
         """(ours, torch's, our BatchNorm, input)"""
         if kind == "B":
             ours, theirs = BatchNorm2d(5, momentum=momentum), nn.BatchNorm2d(5, momentum=momentum)

@@ -1,7 +1,8 @@
-"""PyTorch's own cases for batch norm: module inputs, error inputs and OpInfo samples of torch.testing._internal.
+"""torch.testing._internal's cases of batch norm: module inputs, error inputs, OpInfo samples.
 
-Expected is torch's module or function in float64, of the same values, within the tolerances that assert_close has for
-the dtype. Where a case is run otherwise than torch does, DEVIATIONS says how and why.
+Expected is torch's module or function in float64, of the same values, within the tolerances that
+assert_close has for the dtype. Where a case is run otherwise than torch does, DEVIATIONS says how
+and why.
 """
 
 from __future__ import annotations
@@ -28,53 +29,66 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, FP16], ids=["fp32", "bf16"
 # torch's descriptions of its cases. The first of BatchNorm2d has none.
 CASES = {
     "BatchNorm1d": [
-        "affine", "3d_input", "affine_simple_average", "not_affine", "not_tracking_stats", "3d_input_not_affine",
-        "zero_batch", "affine_not_bias",
+        "affine", "3d_input", "affine_simple_average", "not_affine", "not_tracking_stats",
+        "3d_input_not_affine", "zero_batch", "affine_not_bias",
     ],
     "BatchNorm2d": [
-        "", "2d_simple_average", "momentum", "not_affine", "not_tracking_stats", "zero_batch", "affine_not_bias",
+        "", "2d_simple_average", "momentum", "not_affine", "not_tracking_stats", "zero_batch",
+        "affine_not_bias",
     ],
 }  # fmt: skip
 NOT_IN_EVERY_TORCH = {"affine_not_bias"}  # came with BatchNorm's argument bias, after 2.11
 # Input and training of each sample of nn.functional.batch_norm, in torch's order.
 SAMPLES = [
-    ((5, 5, 5), True), ((3, 2, 4), False), ((3, 1), True), ((0,), True), ((0,), False), ((3, 2, 3, 4), True),
-    ((3, 2, 3, 4), False), ((2, 1), False), ((2, 1), True), ((2, 1), False), ((2, 1), False), ((1, 2, 3), True),
+    ((5, 5, 5), True), ((3, 2, 4), False), ((3, 1), True), ((0,), True), ((0,), False),
+    ((3, 2, 3, 4), True), ((3, 2, 3, 4), False), ((2, 1), False), ((2, 1), True), ((2, 1), False),
+    ((2, 1), False), ((1, 2, 3), True),
 ]  # fmt: skip
 
 THREE_DIMENSIONS = (
-    "The Linear makes out_features of L, and bn has out_features channels: an L that is not C fits no constructor call."
-    " gemm is replaced by a Linear of L to L. As for every 3-D input the children run, so that in halves the result is"
-    " torch's own, with its rounding of the statistics on the CPU, and is compared with that."
+    "The Linear makes out_features of L, and bn has out_features channels: an L that is not C fits"
+    " no constructor call. gemm is replaced by a Linear of L to L. As for every 3-D input the"
+    " children run, so that in halves the result is torch's own, which rounds the statistics on the"
+    " CPU, and is compared with that."
 )
-ONE_DIMENSION = "torch takes one dimension where it has no element. Here it has no channels to go by: an error."
+ONE_DIMENSION = (
+    "torch takes one dimension where it has no element. Here it has no channels to go by: an error."
+)
 DEVIATIONS = {
-    "BatchNorm1d": "Runs as LinearBatchNorm1d with the identity as its Linear, in front of what torch's case is of.",
+    "BatchNorm1d": "A LinearBatchNorm1d whose Linear, the identity, comes before torch's case.",
     "BatchNorm1d 3d_input": THREE_DIMENSIONS,
     "BatchNorm1d 3d_input_not_affine": THREE_DIMENSIONS,
     "BatchNorm1d zero_batch": THREE_DIMENSIONS,
-    "BatchNorm1d affine_not_bias": "Its argument bias is Linear's. bn is replaced by an nn.BatchNorm1d without bias.",
+    "BatchNorm1d affine_not_bias": "Its bias is Linear's. bn becomes an nn.BatchNorm1d without.",
     "batch_norm sample 3": ONE_DIMENSION,
     "batch_norm sample 4": ONE_DIMENSION,
-    "batch_norm without_cudnn": "A variant of torch's dispatch with the same samples. No cuDNN to go without here.",
+    "batch_norm without_cudnn": "Another dispatch of torch's, the same samples. No cuDNN here.",
 }
 
 
 @pytest.fixture(scope="module")
 def torchs() -> SimpleNamespace:
-    """ModuleInfo by name and the OpInfo, imported when needed: the import takes seconds and may initialise CUDA."""
+    """ModuleInfo by name and the OpInfo, when needed: it takes seconds and may initialise CUDA."""
     pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
     # The import freezes torch.backends' switches, for which other tests in this process have use.
     vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
-    modules = {info.module_cls.__name__: info for info in module_db if info.module_cls.__name__ in CASES}
-    return SimpleNamespace(modules=modules, ops=[op for op in op_db if op.name == "nn.functional.batch_norm"])
+    modules = {
+        info.module_cls.__name__: info for info in module_db if info.module_cls.__name__ in CASES
+    }
+    return SimpleNamespace(
+        modules=modules, ops=[op for op in op_db if op.name == "nn.functional.batch_norm"]
+    )
 
 
-def module_inputs(info, device: str, dtype: torch.dtype, training: bool = True, requires_grad: bool = True) -> list:
-    return info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=requires_grad, training=training)
+def module_inputs(
+    info, device: str, dtype: torch.dtype, training: bool = True, requires_grad: bool = True
+) -> list:
+    return info.module_inputs_func(
+        info, device=device, dtype=dtype, requires_grad=requires_grad, training=training
+    )
 
 
 def find_case(torchs, kind: str, name: str, device: str, dtype: torch.dtype, training: bool):
@@ -97,7 +111,9 @@ def theirs_and_ours(
         if buffer.is_floating_point():
             nn.init.uniform_(buffer, *((0.5, 1.5) if name == "running_var" else (-1.0, 1.0)))
     if kind == "BatchNorm2d":
-        ours = cutlass_bn.BatchNorm2d(*arguments.args, **arguments.kwargs, device=device, dtype=dtype)
+        ours = cutlass_bn.BatchNorm2d(
+            *arguments.args, **arguments.kwargs, device=device, dtype=dtype
+        )
         norm = ours
     else:
         ours = linear_batch_norm(case, device, dtype)
@@ -158,7 +174,9 @@ def test_every_case_is_listed(torchs):
     """A case that a later torch adds is to be looked at, and added above."""
     for kind, names in CASES.items():
         present = [case.desc for case in module_inputs(torchs.modules[kind], "cpu", F32)]
-        assert [name for name in names if name in present or name not in NOT_IN_EVERY_TORCH] == present
+        assert [
+            name for name in names if name in present or name not in NOT_IN_EVERY_TORCH
+        ] == present
     for op in torchs.ops:
         samples = list(op.sample_inputs("cpu", F32))
         assert [(tuple(s.input.shape), s.kwargs.get("training", False)) for s in samples] == SAMPLES
@@ -169,7 +187,7 @@ def test_every_case_is_listed(torchs):
 @TRAINING
 @DTYPES
 def test_module_inputs(torchs, kind, name, training, dtype, device):
-    """Two steps: output, gradients and state are those of torch's module in float64 (3-D: in the same dtype)."""
+    """Two steps: output, gradients and state are torch's module's in float64 (3-D: same dtype)."""
     case = find_case(torchs, kind, name, device, dtype, training)
     (x,) = case.forward_input.args
     theirs, ours = theirs_and_ours(kind, case, device, dtype, training)
@@ -180,7 +198,8 @@ def test_module_inputs(torchs, kind, name, training, dtype, device):
         actual, expected = step(ours, x, dy), step(theirs, x.to(wide), dy.to(wide))
         assert_same(actual, expected)
         assert actual["y"].dtype == dtype
-        for buffer in ("running_mean", "running_var"):  # else the next step starts from other values
+        # Else the next step starts from other values.
+        for buffer in ("running_mean", "running_var"):
             if buffer in actual:
                 expected[buffer].copy_(actual[buffer])
 
@@ -204,11 +223,13 @@ def test_module_inputs_in_torchs_float32(torchs, kind, name, training, device):
 @MODULE_CASES
 @TRAINING
 def test_module_gradients(torchs, kind, name, training, device):
-    """gradcheck, also in forward mode and batched, and gradgradcheck: of the input and every parameter."""
+    """gradcheck, also forward-mode and batched, and gradgradcheck: of input and every parameter."""
     case = find_case(torchs, kind, name, device, F64, training)
     (x,) = case.forward_input.args
     _, ours = theirs_and_ours(kind, case, device, F64, training)
-    names, parameters = zip(*ours.named_parameters(), strict=True) if list(ours.parameters()) else ((), ())
+    names, parameters = (
+        zip(*ours.named_parameters(), strict=True) if list(ours.parameters()) else ((), ())
+    )
 
     def function(x, *parameters):
         return torch.func.functional_call(ours, dict(zip(names, parameters, strict=True)), (x,))
@@ -220,7 +241,7 @@ def test_module_gradients(torchs, kind, name, training, device):
 @MODULE_CASES
 @TRAINING
 def test_module_layouts_copies_and_state(torchs, kind, name, training, device):
-    """torch's test_non_contiguous_tensors, test_memory_format, test_pickle, test_save_load and test_to."""
+    """torch's test_non_contiguous_tensors, _memory_format, _pickle, _save_load and _to."""
     from torch.testing._internal.common_utils import noncontiguous_like
 
     case = find_case(torchs, kind, name, device, F32, training)
@@ -235,7 +256,10 @@ def test_module_layouts_copies_and_state(torchs, kind, name, training, device):
     ]
     if x.dim() == 4:
         in_format = torch.channels_last
-        layouts += [(x.contiguous(memory_format=in_format), dy), (x, dy.contiguous(memory_format=in_format))]
+        layouts += [
+            (x.contiguous(memory_format=in_format), dy),
+            (x, dy.contiguous(memory_format=in_format)),
+        ]
     for other_x, other_dy in layouts:
         assert_same(step(copy.deepcopy(ours), other_x, other_dy), expected)
     if x.dim() == 4:
@@ -255,7 +279,7 @@ def test_module_layouts_copies_and_state(torchs, kind, name, training, device):
 @TRAINING
 @DTYPES
 def test_module_errors(torchs, kind, training, dtype, device):
-    """An eps of 0 or less in training. torch's cases say nothing of eval: below 0 is refused as torch 2.13 does."""
+    """An eps of 0 or less in training. In eval torch has no case: refused below 0, as in 2.13."""
     info = torchs.modules[kind]
     arguments = {"device": device, "dtype": dtype, "requires_grad": False, "training": training}
     error_inputs = info.module_error_inputs_func(info, **arguments)
@@ -283,11 +307,17 @@ def find_sample(torchs, index: int, device: str, dtype: torch.dtype, requires_gr
 def call(function, sample, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Output, gradients and statistics of function on copies of the sample, in dtype."""
     tensors = [
-        None if t is None else t.detach().clone(memory_format=torch.preserve_format).to(dtype or t.dtype)
+        None
+        if t is None
+        else t.detach().clone(memory_format=torch.preserve_format).to(dtype or t.dtype)
         for t in (sample.input, *sample.args)
     ]
     mean, var = tensors[1:3]
-    leaves = {n: t.requires_grad_() for n, t in zip("x__wb", tensors, strict=True) if n != "_" and t is not None}
+    leaves = {
+        n: t.requires_grad_()
+        for n, t in zip("x__wb", tensors, strict=True)
+        if n != "_" and t is not None
+    }
     y = function(*tensors, **sample.kwargs)
     torch.manual_seed(3)
     dy = torch.randn(y.shape, device=y.device).to(sample.input.dtype).to(y.dtype)
@@ -339,5 +369,7 @@ def test_samples_that_are_refused(torchs, index, device):
     assert f"batch_norm sample {index}" in DEVIATIONS
     sample = find_sample(torchs, index, device, F32)
     assert F.batch_norm(sample.input, *sample.args, **sample.kwargs).shape == (0,)
-    with pytest.raises(RuntimeError, match=r"expected an input of shape \[N, C, \.\.\.\], got \(0,\)"):
+    with pytest.raises(
+        RuntimeError, match=r"expected an input of shape \[N, C, \.\.\.\], got \(0,\)"
+    ):
         batch_norm(sample.input, *sample.args, **sample.kwargs)

@@ -1,4 +1,4 @@
-"""Whole training steps of a model with both modules, optimizer included: compiled, and captured in a CUDA graph."""
+"""Whole training steps of a model with both modules: compiled, and captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from cutlass_bn import BatchNorm2d, LinearBatchNorm1d
 
 SMALL = (48, 4)  # images, and their height and width
-LARGE = (1100, 8)  # large enough for split products in float32, forward and backward, on a Hopper GPU
+# Large enough for split products in float32, forward and backward, on a Hopper GPU.
+LARGE = (1100, 8)
 CLASSES = 10
 
 
@@ -22,7 +23,9 @@ class Both(nn.Module):
         super().__init__()
         features = 16 * size * size
         self.norm = BatchNorm2d(16, momentum=momentum)
-        self.hidden = LinearBatchNorm1d(features, features + 16, activation="silu", momentum=momentum)
+        self.hidden = LinearBatchNorm1d(
+            features, features + 16, activation="silu", momentum=momentum
+        )
         self.head = nn.Linear(features + 16, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -40,7 +43,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, amp: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    amp: bool = False,
 ) -> Tensor:
     optimizer.zero_grad(set_to_none=True)
     # Without autocast's cache, which would hold casts of another step's weights in a graph.
@@ -52,7 +59,9 @@ def step(
 
 
 def assert_same_state(model: nn.Module, other: nn.Module, tolerance: float) -> None:
-    for (name, ours), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
         assert max_error(ours, theirs) < tolerance, name
 
 
@@ -86,7 +95,7 @@ def test_compiled_steps(device, sizes, backend, momentum):
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_captured_steps(sizes, amp, momentum):
-    """A replay is a step: of the parameters, the optimizer, the running statistics and the counters."""
+    """A replay is a step: of parameters, optimizer, running statistics and counters."""
     model = Both(sizes[1], momentum).cuda()
     optimizer = sgd(model)
     images, labels = batch(sizes, "cuda")
@@ -109,6 +118,8 @@ def test_captured_steps(sizes, amp, momentum):
         for tensor, fresh in zip((images, labels), batch(sizes, "cuda"), strict=True):
             tensor.copy_(fresh)
         graph.replay()
-        assert max_error(loss, step(other, other_optimizer, images, labels, amp)) < (1e-2 if amp else 1e-5)
+        assert max_error(loss, step(other, other_optimizer, images, labels, amp)) < (
+            1e-2 if amp else 1e-5
+        )
     assert_same_state(model, other, 1e-2 if amp else 1e-4)
     assert model.norm.num_batches_tracked == model.hidden.bn.num_batches_tracked == 5

@@ -1,4 +1,4 @@
-"""torch.func, forward-mode differentiation, batched gradients and torch.export: right, or a clear error."""
+"""torch.func, forward mode, batched gradients and torch.export: right, or a clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = pytest.mark.parametrize("kind", ["conv", "linear"])
 
 
 def layer(kind: str, device: str):
-    """(ours, PyTorch's own operations, an input): functions of the input alone, in training mode, without buffers."""
+    """(ours, PyTorch's, an input): functions of the input, in training mode, without buffers."""
     generator = torch.Generator().manual_seed(0)
     if kind == "conv":
         weight, x = torch.rand(4, generator=generator), torch.randn(3, 4, 5, 5, generator=generator)
@@ -79,7 +79,9 @@ def test_batched_gradients(kind, device):
     y = ours(x)
     directions = torch.randn(3, *y.shape, device=device)
     (batched,) = torch.autograd.grad(y, x, directions, is_grads_batched=True)
-    (expected,) = torch.autograd.grad(theirs(wide), wide, directions.double(), is_grads_batched=True)
+    (expected,) = torch.autograd.grad(
+        theirs(wide), wide, directions.double(), is_grads_batched=True
+    )
     assert max_error(batched, expected) < 1e-5
 
 
@@ -105,7 +107,11 @@ def test_explain_says_so(device):
 @KINDS
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 def test_export(strict, kind, training, device):
-    module = (BatchNorm2d(4) if kind == "conv" else LinearBatchNorm1d(6, 5, scale=True)).to(device).train(training)
+    module = (
+        (BatchNorm2d(4) if kind == "conv" else LinearBatchNorm1d(6, 5, scale=True))
+        .to(device)
+        .train(training)
+    )
     x = layer(kind, device)[2]
     eager = copy.deepcopy(module)
     exported = torch.export.export(module, (x,), strict=strict).module()
