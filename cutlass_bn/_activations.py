@@ -1,4 +1,5 @@
-"""The activations that can follow a normalisation, by the name that our modules and functions take."""
+"""The activations that can follow a normalisation, by the name that our modules and functions
+take."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """y = forward(v). backward(dy, v) is the gradient of v. is_curved: taken of float32, before half precision
-    rounds."""
+    """y = forward(v). backward(dy, v) is the gradient of v. is_curved: taken of float32, before
+    half precision rounds."""
 
     forward: Callable[[Tensor], Tensor]
     in_place: Callable[[Tensor], Tensor]

@@ -1,7 +1,8 @@
 """Finds and loads libcutlass_bn.so, the compiled operators.
 
-Importing this module loads the library where there is one. It needs no GPU, no driver and no CUDA build of torch, and
-never fails: why nothing was loaded is kept and said by `require()`, which the CUDA paths call. The CPU path needs none.
+Importing this module loads the library where there is one. It needs no GPU, no driver and no CUDA
+build of torch, and never fails: why nothing was loaded is kept and said by `require()`, which the
+CUDA paths call. The CPU path needs none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from ._version import __version__
 
-_MINIMUM_TORCH = (2, 11)  # the stable ABI that the library is compiled against (TORCH_TARGET_VERSION)
-_NEWEST_OP = "batch_norm_training"
+_MINIMUM_TORCH = (2, 11)  # the stable ABI that the library is compiled against
+_NEWEST_OP = "fp32_matmul"
 _HOW_TO_BUILD = (
     "To build it, with a CUDA toolkit (nvcc) 12.8 or newer and torch installed, run "
     "`pip install .` in a checkout of cutlass_bn (or `make build` for a checkout used in place)."
@@ -51,7 +52,8 @@ def _load(path: Path) -> tuple[dict[str, Any], str | None]:
     except (OSError, AttributeError, RuntimeError) as error:
         return {}, f"{path} could not be loaded: {error}"
     if info["version"] != __version__:
-        return {}, f"{path} was built for version {info['version']}, and the Python package is {__version__}"
+        built = info["version"]
+        return {}, f"{path} was built for version {built}, the Python package is {__version__}"
     if not hasattr(torch.ops.cutlass_bn, _NEWEST_OP):  # a checkout used in place that moved on
         return {}, f"{path} is older than the Python package: it has no operator {_NEWEST_OP}"
     return info, None
@@ -68,16 +70,18 @@ def library_is_loaded() -> bool:
 def require() -> None:
     """Raises RuntimeError, with the reason and the remedy, unless the library is loaded."""
     if _load_error is not None:
-        raise RuntimeError(f"cutlass_bn: CUDA tensors need the compiled library, and {_load_error}. {_HOW_TO_BUILD}")
+        what = "cutlass_bn: CUDA tensors need the compiled library"
+        raise RuntimeError(f"{what}, and {_load_error}. {_HOW_TO_BUILD}")
 
 
 def build_info() -> dict[str, Any]:
     """What is installed: a new dict.
 
-    Always: `version` (of the Python package), `library` (its path, None where it is not loaded) and `error` (why not,
-    else None). With the library also what it was built with: `cuda`, `cutlass`, `torch` (versions), `build_type`,
-    `architectures` and `gemm_architectures` (lists as CMake writes them: "90-real" is machine code, "100" machine code
-    and PTX), and `sources` (the fingerprint of the C++ and CUDA sources that tools/fingerprint.py computes).
+    Always: `version` (of the Python package), `library` (its path, None where it is not loaded) and
+    `error` (why not, else None). With the library also what it was built with: `cuda`, `cutlass`,
+    `torch` (versions), `build_type`, `architectures` and `gemm_architectures` (lists as CMake
+    writes them: "90-real" is machine code, "100" machine code and PTX), and `sources` (the
+    fingerprint of the C++ and CUDA sources that tools/fingerprint.py computes).
     """
     library = str(library_path()) if library_is_loaded() else None
     return {**_build_info, "version": __version__, "library": library, "error": _load_error}

@@ -95,6 +95,14 @@ void launch_training(TrainingPlan const& plan, TrainingParams const& p, void* me
   finalize.rows_per_tile = plan.rows_per_tile;
   if (!takes_bias(plan.dtype)) finalize.bias = p.bias;
   launch_finalize(finalize, stream);
+  if (p.y == nullptr) return;
+  NormalizeParams normalize{p.u,    p.y,        p.ldu,     p.ldy,          plan.m,
+                            plan.n, plan.dtype, p.y_dtype, finalize.stats, {}};
+  normalize.layer.scale = finalize.scale;
+  normalize.layer.gamma = p.gamma;
+  normalize.layer.beta = p.beta;
+  normalize.layer.activation = p.activation;
+  launch_normalize(normalize, stream);
 }
 
 InferencePlan plan_inference(Request const& request) {
@@ -127,31 +135,20 @@ int64_t backward_workspace_bytes(BackwardParams const& params) {
 
 void launch_backward(BackwardParams const& p, void* memory, cudaStream_t stream) {
   BackwardWorkspace const workspace(p, memory);
-  batch_norm::ActivatedMatrix const matrix{p.dy,
-                                           p.u,
-                                           p.dy_dtype,
-                                           p.dtype,
-                                           p.m,
-                                           p.n,
-                                           p.dy_row_stride,
-                                           p.u_row_stride,
-                                           p.layer.activation};
   bool const with_u = reads_u(p);
+  batch_norm::GradientSource source;
+  source.dy = p.dy;
+  source.dtype = source.dy_dtype = p.dy_dtype;
+  source.view = workspace.view;
+  source.dy_row_stride = p.dy_row_stride;
   if (with_u) {
-    batch_norm::columns::launch_activated_sums(
-        {matrix, p.stats, p.layer.scale, p.layer.gamma, p.layer.beta, workspace.rows_per_tile,
-         workspace.partials},
-        stream);
-  } else {
-    batch_norm::columns::launch_gradient_sums({p.dy,
-                                               nullptr,
-                                               p.dy_dtype,
-                                               workspace.view,
-                                               {},
-                                               workspace.rows_per_tile,
-                                               workspace.partials},
-                                              stream);
+    source.x = p.u;
+    source.dtype = p.dtype;
+    source.stats = p.stats;
+    source.layer = p.layer;
   }
+  batch_norm::columns::launch_gradient_sums(
+      {source, nullptr, workspace.rows_per_tile, workspace.partials}, stream);
 
   batch_norm::GradientFinalizeParams finalize;
   finalize.partials = workspace.partials;
@@ -169,8 +166,8 @@ void launch_backward(BackwardParams const& p, void* memory, cudaStream_t stream)
   finalize.maps = workspace.maps;
   batch_norm::launch_gradient_finalize(finalize, stream);
   if (p.du != nullptr)
-    batch_norm::columns::launch_activated_transform({matrix, p.du, p.du_row_stride, workspace.maps},
-                                                    stream);
+    batch_norm::columns::launch_gradient_transform({source, p.du, p.du_row_stride, workspace.maps},
+                                                   stream);
 }
 
 }  // namespace cutlass_bn::linear_bn

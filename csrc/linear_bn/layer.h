@@ -34,17 +34,21 @@ struct TrainingPlan {
   int64_t tiles() const { return ceil_div(m, rows_per_tile); }
 };
 
-// Of the product, the statistics, the running ones and the counter.
+// u, the statistics, the running ones, the counter and y.
 struct TrainingParams {
-  void* u = nullptr;        // [M, N] of the operands' dtype; row stride ldu, 16-byte aligned
-  int64_t ldu = 0;          // elements; that of the request
-  ChannelVector bias;       // [N], in half precision of the operands' dtype; absent: 0
-  FinalizeParams finalize;  // scale, stats, running_mean, running_var, counter, momentum, eps
+  void* u = nullptr;  // [M, N] of the operands' dtype; row stride ldu, 16-byte aligned
+  int64_t ldu = 0;    // elements; that of the request
+  void* y = nullptr;  // [M, N] of y_dtype; null: not asked for
+  int64_t ldy = 0;    // elements
+  DType y_dtype = DType::kFloat32;  // that of the operands or float32
+  ChannelVector bias;               // [N], in half precision of the operands' dtype; absent: 0
+  FinalizeParams finalize;    // scale, stats, running_mean, running_var, counter, momentum, eps
+  ChannelVector gamma, beta;  // [N]; absent: 1, 0
+  Activation activation = Activation::kNone;
 };
 
 TrainingPlan plan_training(Request const& request);
 
-// u and the statistics; y is then launch_normalize's (normalize.h).
 void launch_training(TrainingPlan const& plan, TrainingParams const& params, void* workspace,
                      Product const& product, cudaStream_t stream);
 

@@ -35,8 +35,8 @@ char const* reason_against_fusing(Request const& r, gemm::Operands const& operan
 }
 
 // Whether the split, all of its kernels together, is faster than SGEMM and as exact:
-// docs/performance.md has the measured grid. The products have to make up for launches, for tiles
-// of 128 rows and for the passes over the operands.
+// docs/notes/2026-11-29-split-fp32.md has the measured grid. The products have to make up for
+// launches, for tiles of 128 rows and for the passes over the operands.
 bool split_pays(int64_t m, int64_t n, int64_t k) {
   double const outputs = double(m) * double(n);
   bool const exact = k >= 64;  // the planes' own error is that of so many roundings
@@ -98,6 +98,29 @@ Plan choose_plan(Request const& r) {
   plan.path = Path::kFused;
   plan.tile = gemm::choose_tile(plan.operands.m, plan.operands.n, r.sm_count);
   return plan;
+}
+
+ProductPath choose_product(MatrixView const& a, MatrixView const& b, Fp32Products fp32_products,
+                           int compute_capability) {
+  int64_t const m = a.rows, k = a.columns, n = b.columns;
+  double const outputs = double(m) * double(n), products = outputs * double(k);
+  if (compute_capability != 90) return ProductPath::kPlain;
+  if (fp32_products == Fp32Products::kSplit) {
+    bool const pays = std::min({m, k, n}) >= 512 && outputs >= 1 << 19 && products >= 1 << 28;
+    bool const fits = std::max(m, n) <= gemm::kMaxDimension && k <= kMaxSplitK;
+    return pays && fits ? ProductPath::kSplit : ProductPath::kPlain;
+  }
+  // Tensor cores take TF32 with k adjacent in both operands alone. Where it is in neither, mending
+  // one gains the most, and the smaller one costs less; where it is in a, b has to be small beside
+  // the product (docs/notes/2026-11-29-tf32-transpose.md).
+  if (fp32_products != Fp32Products::kTf32 || b.column_stride != 1 ||
+      products < double(int64_t{1} << 31)) {
+    return ProductPath::kPlain;
+  }
+  if (a.row_stride == 1 && outputs >= 1 << 20)
+    return m < n ? ProductPath::kTransposeA : ProductPath::kTransposeB;
+  bool const b_is_small = m >= 8192 && m >= 2 * k && outputs >= 1 << 23;
+  return a.column_stride == 1 && b_is_small ? ProductPath::kTransposeB : ProductPath::kPlain;
 }
 
 }  // namespace cutlass_bn::linear_bn

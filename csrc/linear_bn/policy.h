@@ -22,7 +22,8 @@ struct MatrixView {
 enum class Fp32Products : int {
   kIeee = 0,   // torch.mm
   kTf32 = 1,   // operands rounded to TF32
-  kSplit = 2,  // three fp16 products: each x w is off by up to 2^-21 of it (docs/numerics.md)
+  kSplit = 2,  // three fp16 products where they are faster than SGEMM, of which it keeps the bound
+               // (docs/numerics.md)
 };
 
 struct Request {
@@ -49,6 +50,14 @@ struct Plan {
 
 // Depends on nothing but the request, so the same call always takes the same kernels.
 Plan choose_plan(Request const& request);
+
+// How a product a [M, K] b [K, N] of float32 matrices is made: by torch.mm, by torch.mm after one
+// of the operands is transposed in memory, or by the split GEMM.
+enum class ProductPath { kPlain, kTransposeA, kTransposeB, kSplit };
+
+// Of a backward's products, whose operands lie in any order.
+ProductPath choose_product(MatrixView const& a, MatrixView const& b, Fp32Products fp32_products,
+                           int compute_capability);
 
 // As the split reads it; nothing where neither of the strides is 1, or what is adjacent overlaps.
 std::optional<SplitSource> split_source(MatrixView const& matrix);

@@ -1,4 +1,4 @@
-// BatchNorm over dim 1 of a dense input. Arguments are checked before anything is allocated,
+// activation(BatchNorm(input) + residual), over dim 1. Arguments are checked before anything is allocated,
 // launched or changed.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -12,79 +12,104 @@
 namespace cutlass_bn::ops {
 namespace {
 
-using batch_norm::ChannelView;
 using torch::stable::accelerator::DeviceGuard;
 
 // y and stats. Empty: y is, stats are 0, and the batch counts.
-std::tuple<Tensor, Tensor> batch_norm_training(Tensor input, std::optional<Tensor> running_mean,
-                                               std::optional<Tensor> running_var,
-                                               std::optional<Tensor> num_batches_tracked,
-                                               std::optional<Tensor> weight,
-                                               std::optional<Tensor> bias,
-                                               std::optional<double> momentum, double eps) {
-  ChannelView const view = channel_view(input);
-  DType const dtype = dtype_of(input, "input");
+std::tuple<Tensor, Tensor> batch_norm_training(
+    Tensor const& any_input, std::optional<Tensor> const& any_residual,
+    std::optional<Tensor> const& running_mean, std::optional<Tensor> const& running_var,
+    std::optional<Tensor> const& num_batches_tracked, std::optional<Tensor> const& weight,
+    std::optional<Tensor> const& bias, std::optional<double> momentum, double eps,
+    int64_t activation) {
+  check_input(any_input, "input");
+  DType const dtype = dtype_of(any_input, "input");
+  if (any_residual) check_like_input(*any_residual, "residual", any_input);
+  int64_t const channels = any_input.size(1), values = any_input.numel();
   batch_norm::ForwardParams params;
+  params.activation = activation_of(activation);
   FinalizeParams& finalize = params.finalize;
-  set_running(finalize, running_mean, running_var, num_batches_tracked, momentum, view.channels,
-              input);
+  set_running(finalize, running_mean, running_var, num_batches_tracked, momentum, channels,
+              any_input);
   finalize.eps = eps;
-  params.gamma = channel_vector(weight, "weight", view.channels, input);
-  params.beta = channel_vector(bias, "bias", view.channels, input);
-  CUTLASS_BN_CHECK(view.rows() != 1, "input: expected more than 1 value per channel, got shape ",
-                   shape_of(input));
+  VectorArgument gamma(weight, "weight", channels, any_input),
+      beta(bias, "bias", channels, any_input);
+  CUTLASS_BN_CHECK(values != channels || values == 0,
+                   "input: expected more than 1 value per channel, got shape ",
+                   shape_of(any_input));
 
-  DeviceGuard const guard(input.get_device_index());
-  cudaStream_t const stream = current_stream(input);
-  Tensor y = empty_with_layout_of(input);
-  Tensor stats = empty({3, view.channels}, ScalarType::Float, input);
-  if (input.numel() == 0) {
+  DeviceGuard const guard(any_input.get_device_index());
+  cudaStream_t const stream = current_stream(any_input);
+  DenseTensor const input(any_input);
+  Tensor y = empty_with_layout_of(input.tensor);
+  Tensor stats = empty({3, channels}, ScalarType::Float, any_input);
+  if (values == 0) {
     fill_with_zeros(stats, stream);
     if (finalize.num_batches_tracked != nullptr)
       launch_count_batch(finalize.num_batches_tracked, stream);
     return {y, stats};
   }
-  params.x = input.const_data_ptr();
+  std::optional<Tensor> residual;
+  if (any_residual) residual = input.lay_out(*any_residual);
+  params.x = input.tensor.const_data_ptr();
+  params.residual = residual ? residual->const_data_ptr() : nullptr;
   params.y = y.mutable_data_ptr();
+  params.gamma = gamma.contiguous();
+  params.beta = beta.contiguous();
   finalize.stats = static_cast<float*>(stats.mutable_data_ptr());
-  auto const plan = batch_norm::plan_forward(view, dtype,
-                                             is_aligned(params.x) && is_aligned(params.y));
-  WorkspaceMemory const workspace(plan.workspace_bytes, input);
+  bool const aligned = is_aligned(params.x) && is_aligned(params.residual) && is_aligned(params.y);
+  auto const plan = batch_norm::plan_forward(input.view, dtype, aligned);
+  WorkspaceMemory const workspace(plan.workspace_bytes, any_input);
   batch_norm::launch_forward(plan, params, workspace.data(), stream);
   return {y, stats};
 }
 
-Tensor batch_norm_inference(Tensor input, Tensor running_mean, Tensor running_var,
-                            std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
+Tensor batch_norm_inference(Tensor const& any_input, std::optional<Tensor> const& any_residual,
+                            Tensor const& running_mean, Tensor const& running_var,
+                            std::optional<Tensor> const& weight, std::optional<Tensor> const& bias,
+                            double eps, int64_t activation) {
+  check_input(any_input, "input");
   batch_norm::TransformParams params;
-  params.view = channel_view(input);
-  params.dtype = dtype_of(input, "input");
-  int64_t const channels = params.view.channels;
-  params.layer.running_mean = channel_vector(running_mean, "running_mean", channels, input);
-  params.layer.running_var = channel_vector(running_var, "running_var", channels, input);
-  params.layer.gamma = channel_vector(weight, "weight", channels, input);
-  params.layer.beta = channel_vector(bias, "bias", channels, input);
+  params.dtype = dtype_of(any_input, "input");
+  if (any_residual) check_like_input(*any_residual, "residual", any_input);
+  int64_t const channels = any_input.size(1);
+  params.layer.running_mean = channel_vector(running_mean, "running_mean", channels, any_input);
+  params.layer.running_var = channel_vector(running_var, "running_var", channels, any_input);
+  VectorArgument gamma(weight, "weight", channels, any_input),
+      beta(bias, "bias", channels, any_input);
   params.layer.eps = eps;
-  DeviceGuard const guard(input.get_device_index());
-  Tensor y = empty_with_layout_of(input);
-  if (input.numel() == 0) return y;
-  params.x = input.const_data_ptr();
+  params.layer.activation = activation_of(activation);
+
+  DeviceGuard const guard(any_input.get_device_index());
+  DenseTensor const input(any_input);
+  Tensor y = empty_with_layout_of(input.tensor);
+  if (any_input.numel() == 0) return y;
+  std::optional<Tensor> residual;
+  if (any_residual) residual = input.lay_out(*any_residual);
+  params.view = input.view;
+  params.x = input.tensor.const_data_ptr();
+  params.residual = residual ? residual->const_data_ptr() : nullptr;
   params.y = y.mutable_data_ptr();
-  batch_norm::launch_inference(params, current_stream(input));
+  params.layer.gamma = gamma.contiguous();
+  params.layer.beta = beta.contiguous();
+  batch_norm::launch_inference(params, current_stream(any_input));
   return y;
 }
 
 // Blocks that share a channel, channels at a time, chunks a warp, channels ahead; zeros where a
 // pass is of two kernels.
-std::tuple<int64_t, int64_t, int64_t, int64_t> batch_norm_plan(Tensor input, bool backward) {
-  ChannelView const view = channel_view(input);
+std::tuple<int64_t, int64_t, int64_t, int64_t> batch_norm_plan(Tensor const& input,
+                                                               bool backward) {
+  check_input(input, "input");
   DType const dtype = dtype_of(input, "input");
   DeviceGuard const guard(input.get_device_index());
-  if (input.numel() == 0) return {0, 0, 0, 0};
+  auto const view = dense_view(input);
+  if (!view || input.numel() == 0) return {0, 0, 0, 0};
   bool const aligned = is_aligned(input.const_data_ptr());
-  auto const plan = backward
-                        ? batch_norm::plan_backward(view, dtype, {true, true, true}, true, aligned)
-                        : batch_norm::plan_forward(view, dtype, aligned);
+  batch_norm::BackwardRequest request{*view, dtype};
+  request.dx = request.dgamma = request.dbeta = true;
+  request.aligned = aligned;
+  auto const plan = backward ? batch_norm::plan_backward(request)
+                             : batch_norm::plan_forward(*view, dtype, aligned);
   if (!plan.on_chip) return {0, 0, 0, 0};
   return {plan.on_chip->group, plan.on_chip->groups, plan.on_chip->per_warp, plan.on_chip->ahead};
 }

@@ -1,8 +1,7 @@
-// Gradients of BatchNorm over dim 1. Arguments are checked before anything is allocated or
-// launched.
+// Gradients of activation(BatchNorm(input) + residual), over dim 1. Arguments are checked before
+// anything is allocated or launched.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 
@@ -13,33 +12,24 @@
 namespace cutlass_bn::ops {
 namespace {
 
-using batch_norm::ChannelView;
+using batch_norm::BackwardRequest;
+using batch_norm::Saved;
 using torch::stable::accelerator::DeviceGuard;
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias; empty where not asked
-                                                       // for
+// dx, dresidual, dweight, dbias; empty where not asked for.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Whether dx is asked for, and the dtypes of the others.
-struct Asked {
-  bool dx;
-  std::optional<ScalarType> dweight, dbias;
+// Tensors of the input's size, and the dtypes of the gradients that are vectors.
+struct Arguments {
+  Tensor const& grad;
+  std::optional<Tensor> const& input;
+  std::optional<Tensor> const& after;
+  std::optional<ScalarType> weight_grad, bias_grad;
 };
 
-void check_arguments(Tensor const& grad, std::optional<Tensor> const& input, Asked const& asked) {
-  check_input(grad, "grad");
-  DType const dtype = dtype_of(grad, "grad");
-  if (asked.dweight) dtype_of(*asked.dweight, "weight_grad");
-  if (asked.dbias) dtype_of(*asked.dbias, "bias_grad");
-  if (!input) return;
-  check_on_device_of(grad, "grad", *input);
-  bool same = grad.dim() == input->dim();
-  for (int64_t dim = 0; same && dim < grad.dim(); ++dim) same = grad.size(dim) == input->size(dim);
-  CUTLASS_BN_CHECK(same, "grad: expected shape ", shape_of(*input), " like input, got ",
-                   shape_of(grad));
-  DType const expected = dtype_of(*input, "input");
-  CUTLASS_BN_CHECK(dtype == expected, "grad: expected ", name_of(expected), " like input, got ",
-                   name_of(dtype));
-  channel_view(*input);
+// What the gradient that is asked for first is of.
+char const* asked_for(BackwardRequest const& r) {
+  return r.dx ? "input" : r.dgamma ? "weight" : r.dresidual ? "residual" : "bias";
 }
 
 Tensor const& required(std::optional<Tensor> const& t, char const* name, char const* gradient) {
@@ -48,93 +38,117 @@ Tensor const& required(std::optional<Tensor> const& t, char const* name, char co
   return *t;
 }
 
-// grad itself where it is dense and, given input, of its layout; else a copy that is.
-Tensor dense_gradient(Tensor const& grad, std::optional<Tensor> const& input) {
-  if (auto const view = dense_view(grad)) {
-    if (!input) return grad;
-    ChannelView const expected = channel_view(*input);
-    if (view->outer == expected.outer && view->inner == expected.inner) return grad;
+BackwardRequest checked_request(Arguments const& a, int64_t activation, bool of_batch,
+                                bool input_grad, bool residual_grad) {
+  check_input(a.grad, "grad");
+  BackwardRequest r;
+  r.dtype = dtype_of(a.grad, "grad");
+  if (a.weight_grad) dtype_of(*a.weight_grad, "weight_grad");
+  if (a.bias_grad) dtype_of(*a.bias_grad, "bias_grad");
+  if (a.input) {
+    check_input(*a.input, "input");
+    check_like_input(a.grad, "grad", *a.input);
   }
-  std::vector<int64_t> contiguous(static_cast<std::size_t>(grad.dim()), 1);
-  for (std::size_t dim = contiguous.size() - 1; dim-- > 0;)
-    contiguous[dim] = contiguous[dim + 1] * grad.sizes()[dim + 1];
-  Tensor dense = input ? empty_with_layout_of(*input)
-                       : empty_strided(grad.sizes(), contiguous, grad.scalar_type(),
-                                       grad.get_device_index());
-  torch::stable::copy_(dense, grad);
-  return dense;
+  r.activation = activation_of(activation);
+  r.of_batch = of_batch;
+  r.dx = input_grad;
+  r.dresidual = residual_grad;
+  r.dgamma = a.weight_grad.has_value();
+  r.dbeta = a.bias_grad.has_value();
+  CUTLASS_BN_CHECK(!residual_grad || r.activation != Activation::kNone,
+                   "residual_grad: expected False without an activation, as that gradient is grad, "
+                   "got True");
+  if (residual_grad) required(a.after, "after", "residual");
+  r.with_residual = a.after.has_value();
+  if (r.reads_saved()) check_like_input(*a.after, "after", a.grad, "grad");
+  if (r.reads_x()) required(a.input, "input", r.dx || r.dgamma ? asked_for(r) : "activation");
+  return r;
 }
 
 // params: without tensors of the input's size and the gradients.
-Gradients gradients(Tensor const& any_grad, std::optional<Tensor> const& input,
-                    batch_norm::BackwardParams params, Asked const& asked) {
-  int64_t const channels = any_grad.size(1);
-  DeviceGuard const guard(any_grad.get_device_index());
-  cudaStream_t const stream = current_stream(any_grad);
-  Tensor const grad = dense_gradient(any_grad, input);
-  Tensor const dx = asked.dx ? empty_with_layout_of(input ? *input : grad)
-                             : empty({0}, grad.scalar_type(), grad);
-  VectorGradient const dweight(asked.dweight, channels, grad), dbias(asked.dbias, channels, grad);
-  if (grad.numel() == 0) {
+Gradients gradients(Arguments const& a, BackwardRequest request, batch_norm::BackwardParams params,
+                    VectorArgument& gamma, VectorArgument& beta) {
+  DeviceGuard const guard(a.grad.get_device_index());
+  cudaStream_t const stream = current_stream(a.grad);
+  // All tensors are laid out like the first of these that there is.
+  DenseTensor const first(a.input ? *a.input : request.reads_saved() ? *a.after : a.grad);
+  auto const like_first = [&](bool asked) {
+    return asked ? empty_with_layout_of(first.tensor)
+                 : empty({0}, first.tensor.scalar_type(), first.tensor);
+  };
+  Tensor const dx = like_first(request.dx), dresidual = like_first(request.dresidual);
+  int64_t const channels = a.grad.size(1);
+  VectorGradient const dweight(a.weight_grad, channels, a.grad),
+      dbias(a.bias_grad, channels, a.grad);
+  if (a.grad.numel() == 0) {
     fill_with_zeros(dweight.tensor, stream);
     fill_with_zeros(dbias.tensor, stream);
-  } else {
-    batch_norm::Wanted const wanted{asked.dx, asked.dweight.has_value(), asked.dbias.has_value()};
-    bool const of_batch = params.stats != nullptr,
-               reads_x = (wanted.dx && of_batch) || wanted.dgamma;
+  } else if (request.any()) {
+    Tensor const grad = first.lay_out(a.grad);
+    std::optional<Tensor> saved;
+    if (request.reads_saved()) saved = first.lay_out(*a.after);
     params.dy = grad.const_data_ptr();
-    params.x = reads_x ? input->const_data_ptr() : nullptr;
-    params.dx = wanted.dx ? dx.mutable_data_ptr() : nullptr;
+    params.x = request.reads_x() ? first.tensor.const_data_ptr() : nullptr;
+    params.saved = saved ? saved->const_data_ptr() : nullptr;
+    params.dx = request.dx ? dx.mutable_data_ptr() : nullptr;
+    params.dresidual = request.dresidual ? dresidual.mutable_data_ptr() : nullptr;
+    params.layer.gamma = gamma.contiguous();
+    if (request.makes_v()) params.layer.beta = beta.contiguous();
     params.dgamma = dweight.vector;
     params.dbeta = dbias.vector;
-    bool const aligned = is_aligned(params.dy) && is_aligned(params.x) && is_aligned(params.dx);
-    auto const plan = batch_norm::plan_backward(*dense_view(grad), dtype_of(grad, "grad"), wanted,
-                                                of_batch, aligned);
+    request.view = first.view;
+    request.aligned = is_aligned(params.dy) && is_aligned(params.x) && is_aligned(params.saved) &&
+                      is_aligned(params.dx) && is_aligned(params.dresidual);
+    auto const plan = batch_norm::plan_backward(request);
     WorkspaceMemory const workspace(plan.workspace_bytes, grad);
-    batch_norm::launch_backward(plan, wanted, params, workspace.data(), stream);
+    batch_norm::launch_backward(plan, request, params, workspace.data(), stream);
   }
-  return {dx, dweight.tensor, dbias.tensor};
+  return {dx, dresidual, dweight.tensor, dbias.tensor};
 }
 
 Gradients batch_norm_backward(Tensor const& grad, std::optional<Tensor> const& input,
                               std::optional<Tensor> const& stats,
-                              std::optional<Tensor> const& weight, bool input_grad,
+                              std::optional<Tensor> const& weight,
+                              std::optional<Tensor> const& bias,
+                              std::optional<Tensor> const& after, int64_t activation,
+                              bool input_grad, bool residual_grad,
                               std::optional<ScalarType> weight_grad,
                               std::optional<ScalarType> bias_grad) {
-  Asked const asked{input_grad, weight_grad, bias_grad};
-  check_arguments(grad, input, asked);
-  batch_norm::BackwardParams params;
-  if (input_grad || weight_grad) {
-    char const* const gradient = input_grad ? "input" : "weight";
-    required(input, "input", gradient);
-    params.stats = stats_data(required(stats, "stats", gradient), grad.size(1), grad);
-  }
-  params.gamma = channel_vector(weight, "weight", grad.size(1), grad);
-  return gradients(grad, input, params, asked);
-}
-
-Gradients batch_norm_inference_backward(Tensor const& grad, std::optional<Tensor> const& input,
-                                        std::optional<Tensor> const& running_mean,
-                                        std::optional<Tensor> const& running_var,
-                                        std::optional<Tensor> const& weight, double eps,
-                                        bool input_grad, std::optional<ScalarType> weight_grad,
-                                        std::optional<ScalarType> bias_grad) {
-  Asked const asked{input_grad, weight_grad, bias_grad};
-  check_arguments(grad, input, asked);
+  Arguments const arguments{grad, input, after, weight_grad, bias_grad};
+  BackwardRequest const request = checked_request(arguments, activation, true, input_grad,
+                                                  residual_grad);
   int64_t const channels = grad.size(1);
   batch_norm::BackwardParams params;
-  params.eps = eps;
-  if (weight_grad) {
-    required(input, "input", "weight");
-    params.running_mean = channel_vector(required(running_mean, "running_mean", "weight"),
-                                         "running_mean", channels, grad);
+  if (request.reads_x())
+    params.stats = stats_data(required(stats, "stats", asked_for(request)), channels, grad);
+  VectorArgument gamma(weight, "weight", channels, grad), beta(bias, "bias", channels, grad);
+  return gradients(arguments, request, params, gamma, beta);
+}
+
+Gradients batch_norm_inference_backward(
+    Tensor const& grad, std::optional<Tensor> const& input,
+    std::optional<Tensor> const& running_mean, std::optional<Tensor> const& running_var,
+    std::optional<Tensor> const& weight, std::optional<Tensor> const& bias,
+    std::optional<Tensor> const& after, double eps, int64_t activation, bool input_grad,
+    bool residual_grad, std::optional<ScalarType> weight_grad,
+    std::optional<ScalarType> bias_grad) {
+  Arguments const arguments{grad, input, after, weight_grad, bias_grad};
+  BackwardRequest const request = checked_request(arguments, activation, false, input_grad,
+                                                  residual_grad);
+  int64_t const channels = grad.size(1);
+  batch_norm::BackwardParams params;
+  params.layer.eps = eps;
+  if (request.reads_x()) {
+    Tensor const& mean = required(running_mean, "running_mean",
+                                  request.dgamma ? "weight" : asked_for(request));
+    params.layer.running_mean = channel_vector(mean, "running_mean", channels, grad);
   }
-  if (input_grad || weight_grad) {
-    Tensor const& variance = required(running_var, "running_var", input_grad ? "input" : "weight");
-    params.running_var = channel_vector(variance, "running_var", channels, grad);
+  if (request.reads_x() || request.dx) {
+    Tensor const& variance = required(running_var, "running_var", asked_for(request));
+    params.layer.running_var = channel_vector(variance, "running_var", channels, grad);
   }
-  params.gamma = channel_vector(weight, "weight", channels, grad);
-  return gradients(grad, input, params, asked);
+  VectorArgument gamma(weight, "weight", channels, grad), beta(bias, "bias", channels, grad);
+  return gradients(arguments, request, params, gamma, beta);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_bn, CUDA, m) {

@@ -1,9 +1,10 @@
-// From an activation tensor to batch_norm::ChannelView.
+// From activation tensors to batch_norm::ChannelView, and copies of those that have none.
 #pragma once
+
+#include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "batch_norm/layer.h"
@@ -11,33 +12,27 @@
 
 namespace cutlass_bn::ops {
 
-// Whether the dims in this order, outermost first, are packed without gaps. Strides of dims of size
-// 1 mean nothing.
-inline bool is_packed(Tensor const& t, std::vector<int64_t> const& order) {
-  int64_t expected = 1;
-  for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {
-    if (t.size(*dim) != 1 && t.stride(*dim) != expected) return false;
-    expected *= t.size(*dim);
-  }
-  return true;
-}
-
-// Of a tensor of two dims or more; none if it is not dense, contiguous or channels_last.
+// Of a tensor of two dims or more; none if it is not dense, contiguous or channels_last. Strides of
+// dims of size 1 mean nothing.
 inline std::optional<batch_norm::ChannelView> dense_view(Tensor const& t) {
-  int64_t const channels = t.size(1);
-  if (t.numel() == 0) return batch_norm::ChannelView{0, channels, 1, channels};
+  auto const sizes = t.sizes(), strides = t.strides();
+  int64_t const outer = sizes[0], channels = sizes[1];
+  bool contiguous = true, channels_last = true;
   int64_t inner = 1;
-  std::vector<int64_t> contiguous{0, 1}, channels_last{0};
-  for (int64_t dim = 2; dim < t.dim(); ++dim) {
-    inner *= t.size(dim);
-    contiguous.push_back(dim);
-    channels_last.push_back(dim);
+  for (std::size_t dim = sizes.size(); --dim >= 2; inner *= sizes[dim]) {
+    if (sizes[dim] == 1) continue;
+    contiguous = contiguous && strides[dim] == inner;
+    channels_last = channels_last && strides[dim] == inner * channels;
   }
-  channels_last.push_back(1);
-  if (inner > 1 && is_packed(t, contiguous))
-    return batch_norm::ChannelView{t.size(0), channels, inner, channels * inner};
-  if (is_packed(t, channels_last))
-    return batch_norm::ChannelView{t.size(0) * inner, channels, 1, channels};
+  if (outer * channels * inner == 0) return batch_norm::ChannelView{0, channels, 1, channels};
+  if (channels != 1) {
+    contiguous = contiguous && strides[1] == inner;
+    channels_last = channels_last && strides[1] == 1;
+  }
+  if (outer != 1 && strides[0] != channels * inner) return std::nullopt;
+  if (inner > 1 && contiguous)
+    return batch_norm::ChannelView{outer, channels, inner, channels * inner};
+  if (channels_last) return batch_norm::ChannelView{outer * inner, channels, 1, channels};
   return std::nullopt;
 }
 
@@ -46,14 +41,18 @@ inline void check_input(Tensor const& t, char const* name) {
   CUTLASS_BN_CHECK(t.dim() >= 2, name, ": expected shape [N, C, ...], got ", shape_of(t));
 }
 
-inline batch_norm::ChannelView channel_view(Tensor const& input) {
-  check_input(input, "input");
-  if (auto const view = dense_view(input)) return *view;
-  std::string strides;
-  for (int64_t dim = 0; dim < input.dim(); ++dim)
-    strides += (dim ? ", " : "") + std::to_string(input.stride(dim));
-  fail("input: expected a dense tensor, contiguous or channels_last, got shape ", shape_of(input),
-       " with strides [", strides, "]");
+// Of input's shape, dtype and device; in any layout.
+inline void check_like_input(Tensor const& t, char const* name, Tensor const& input,
+                             char const* input_name = "input") {
+  check_on_device_of(t, name, input);
+  auto const sizes = t.sizes(), expected = input.sizes();
+  bool same = sizes.size() == expected.size();
+  for (std::size_t dim = 0; same && dim < sizes.size(); ++dim) same = sizes[dim] == expected[dim];
+  CUTLASS_BN_CHECK(same, name, ": expected shape ", shape_of(input), " like ", input_name, ", got ",
+                   shape_of(t));
+  DType const dtype = dtype_of(t, name), of_input = dtype_of(input, input_name);
+  CUTLASS_BN_CHECK(dtype == of_input, name, ": expected ", name_of(of_input), " like ", input_name,
+                   ", got ", name_of(dtype));
 }
 
 // Whether torch takes t's strides for those of channels_last: its memory format where both would do
@@ -70,26 +69,82 @@ inline bool suggests_channels_last(Tensor const& t) {
   return true;
 }
 
-// Of t's layout, dense, with the strides that torch would give dims of size 1.
-inline Tensor empty_with_layout_of(Tensor const& t) {
+// Of t's layout where that is dense; else of the one that torch's batch norm gives its output. With
+// the strides that torch would give dims of size 1.
+inline Tensor empty_with_layout_of(Tensor const& t, bool is_dense = true) {
   auto const sizes = t.sizes();
   bool const channels_last = suggests_channels_last(t);
+  // Dense in another order: a row of channels after the other, of a rank that has no channels_last
+  // in torch.
+  if (is_dense && !channels_last && !t.is_contiguous())
+    return empty_strided(sizes, t.strides(), t.scalar_type(), t.get_device_index());
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
-  auto const next = [&](int64_t dim) {
+  auto const next = [&](std::size_t dim) {
     strides[dim] = stride;
     stride *= sizes[dim] > 0 ? sizes[dim] : 1;
   };
   if (channels_last) next(1);
-  for (int64_t dim = t.dim(); dim-- > 0;) {
+  for (std::size_t dim = sizes.size(); dim-- > 0;) {
     if (!channels_last || dim != 1) next(dim);
   }
-  // Dense in another order: a row of channels after the other, of a rank that has no channels_last
-  // in torch.
-  if (!channels_last && !t.is_contiguous()) strides.assign(t.strides().begin(), t.strides().end());
-  return empty_strided({sizes.begin(), sizes.end()}, {strides.data(), strides.size()},
-                       t.scalar_type(), t.get_device_index());
+  return empty_strided(sizes, {strides.data(), strides.size()}, t.scalar_type(),
+                       t.get_device_index());
 }
+
+// A tensor and how it lies: itself where that is dense, else a copy.
+struct DenseTensor {
+  Tensor tensor;
+  batch_norm::ChannelView view;
+
+  explicit DenseTensor(Tensor const& t) : tensor(t) {
+    if (auto const own = dense_view(t)) {
+      view = *own;
+      return;
+    }
+    tensor = empty_with_layout_of(t, false);
+    torch::stable::copy_(tensor, t);
+    view = *dense_view(tensor);
+  }
+
+  // t itself where it lies so too, else a copy that does.
+  Tensor lay_out(Tensor const& t) const {
+    auto const own = dense_view(t);
+    if (own && own->outer == view.outer && own->inner == view.inner) return t;
+    Tensor copy = empty_with_layout_of(tensor);
+    torch::stable::copy_(copy, t);
+    return copy;
+  }
+};
+
+// A weight or bias of [channels] in any stride. Checked first; what the kernels take of it, which
+// can be a copy, is made later.
+class VectorArgument {
+ public:
+  VectorArgument(std::optional<Tensor> const& t, char const* name, int64_t channels,
+                 Tensor const& input)
+      : tensor_(t) {
+    if (!t) return;
+    check_on_device_of(*t, name, input);
+    check_shape(*t, name, {channels});
+    dtype_ = dtype_of(*t, name);
+  }
+
+  // Lives as long as this.
+  ChannelVector contiguous() {
+    if (!tensor_) return {};
+    if (!tensor_->is_contiguous()) {
+      Tensor copy = empty({tensor_->size(0)}, tensor_->scalar_type(), *tensor_);
+      torch::stable::copy_(copy, *tensor_);
+      tensor_ = copy;
+    }
+    return {tensor_->const_data_ptr(), dtype_};
+  }
+
+ private:
+  std::optional<Tensor> tensor_;
+  DType dtype_ = DType::kFloat32;
+};
 
 // float32 [3, channels], contiguous: what batch_norm_training returns.
 inline float const* stats_data(Tensor const& stats, int64_t channels, Tensor const& input) {

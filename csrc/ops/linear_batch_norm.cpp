@@ -4,16 +4,14 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
 #include <string>
 #include <tuple>
 
 #include "common/device_info.h"
 #include "common/finalize.h"
 #include "linear_bn/layer.h"
-#include "linear_bn/normalize.h"
 #include "ops/channel_view.h"
-#include "ops/matrix_args.h"
+#include "ops/product.h"
 
 namespace cutlass_bn::ops {
 namespace {
@@ -47,12 +45,6 @@ DType check_out_dtype(ScalarType dtype, DType input_dtype) {
   return dtype == ScalarType::Float ? DType::kFloat32 : input_dtype;
 }
 
-linear_bn::Fp32Products check_fp32_products(int64_t code) {
-  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(linear_bn::Fp32Products::kSplit),
-                   "fp32_products: expected 0 (IEEE), 1 (TF32) or 2 (split), got ", code);
-  return static_cast<linear_bn::Fp32Products>(code);
-}
-
 // Of the current device. out_row_stride, out_dtype: of u in training, of y in eval.
 linear_bn::Request request_of(Tensor const& input, Tensor const& weight, DType dtype,
                               int64_t out_row_stride, DType out_dtype,
@@ -60,43 +52,6 @@ linear_bn::Request request_of(Tensor const& input, Tensor const& weight, DType d
   DeviceInfo const& device = device_info();
   return {view_of(input), view_of(weight),           dtype,          out_row_stride, out_dtype,
           fp32_products,  device.compute_capability, device.sm_count};
-}
-
-class NoGradGuard {
- public:
-  NoGradGuard() { aoti_torch_grad_mode_set_enabled(false); }
-  ~NoGradGuard() { aoti_torch_grad_mode_set_enabled(enabled_); }
-  NoGradGuard(NoGradGuard const&) = delete;
-  NoGradGuard& operator=(NoGradGuard const&) = delete;
-
- private:
-  bool enabled_ = aoti_torch_grad_mode_is_enabled();
-};
-
-// A view, without the dispatcher's detour. The 0 counts from matrix's own offset.
-Tensor transposed(Tensor const& matrix) {
-  return with_strides(matrix, {matrix.size(1), matrix.size(0)},
-                      {matrix.stride(1), matrix.stride(0)});
-}
-
-// u = input weight^T (+ bias, of u's dtype) by torch, which follows its own precision switches and
-// handles every stride, and an empty K.
-void matmul_into(Tensor const& u, Tensor const& input, Tensor const& weight,
-                 std::optional<Tensor> const& bias) {
-  NoGradGuard const no_grad;
-  if (bias) {
-    CUTLASS_BN_CHECK(
-        aoti_torch_cuda_addmm_out(u.get(), bias->get(), input.get(), transposed(weight).get(), 1.0,
-                                  1.0) == AOTI_TORCH_SUCCESS,
-        "torch could not multiply input ", shape_of(input), " and weight ", shape_of(weight));
-    return;
-  }
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(input),
-                                    torch::stable::detail::from(transposed(weight)),
-                                    torch::stable::detail::from(u)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-  torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference
 }
 
 // The bias where the product takes it, in the product's dtype.
@@ -108,35 +63,46 @@ std::optional<Tensor> bias_of_product(std::optional<Tensor> const& bias, Tensor 
   return copy;
 }
 
-std::tuple<Tensor, Tensor> linear_batch_norm_stats(
+// y [M, N] of `dtype`; u [M, N] of input's, in padded rows; stats. Empty: y and u are, stats are 0,
+// and the batch counts.
+std::tuple<Tensor, Tensor, Tensor> linear_batch_norm_training(
     Tensor const& input, Tensor const& weight, std::optional<Tensor> const& bias,
     std::optional<Tensor> const& scale, std::optional<Tensor> const& running_mean,
     std::optional<Tensor> const& running_var, std::optional<Tensor> const& num_batches_tracked,
-    std::optional<double> momentum, double eps, int64_t fp32_products) {
+    std::optional<Tensor> const& gamma, std::optional<Tensor> const& beta,
+    std::optional<double> momentum, double eps, int64_t activation, ScalarType dtype,
+    int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
   CUTLASS_BN_CHECK(p.m != 1,
                    "input: expected more than 1 row for the statistics of a batch, got shape ",
                    shape_of(input));
-  auto const products = check_fp32_products(fp32_products);
+  auto const products = fp32_products_of(fp32_products);
   linear_bn::TrainingParams params;
   FinalizeParams& finalize = params.finalize;
   set_running(finalize, running_mean, running_var, num_batches_tracked, momentum, p.n, input);
   finalize.scale = channel_vector(scale, "scale", p.n, input);
   finalize.eps = eps;
   params.bias = channel_vector(bias, "bias", p.n, input);
+  params.gamma = channel_vector(gamma, "gamma", p.n, input);
+  params.beta = channel_vector(beta, "beta", p.n, input);
+  params.activation = activation_of(activation);
+  params.y_dtype = check_out_dtype(dtype, p.dtype);
 
   DeviceGuard const guard(input.get_device_index());
   cudaStream_t const stream = current_stream(input);
-  params.ldu = padded_row(p.n, p.dtype);
-  Tensor const u = empty_padded(p.m, p.n, input.scalar_type(), input);
+  Tensor const u = empty_padded(p.m, p.n, input);
+  Tensor const y = empty({p.m, p.n}, dtype, input);
   Tensor const stats = empty({3, p.n}, ScalarType::Float, input);
   if (p.m == 0 || p.n == 0) {
     fill_with_zeros(stats, stream);
     if (finalize.num_batches_tracked != nullptr)
       launch_count_batch(finalize.num_batches_tracked, stream);
-    return {u, stats};
+    return {y, u, stats};
   }
   params.u = u.mutable_data_ptr();
+  params.ldu = u.stride(0);
+  params.y = y.mutable_data_ptr();
+  params.ldy = p.n;
   finalize.stats = static_cast<float*>(stats.mutable_data_ptr());
   auto const product_bias = bias_of_product(bias, input);
   if (product_bias) params.bias = channel_vector(product_bias, "bias", p.n, input);
@@ -144,46 +110,9 @@ std::tuple<Tensor, Tensor> linear_batch_norm_stats(
       request_of(input, weight, p.dtype, params.ldu, p.dtype, products));
   WorkspaceMemory const workspace(plan.workspace_bytes, input);
   linear_bn::launch_training(
-      plan, params, workspace.data(), [&] { matmul_into(u, input, weight, product_bias); }, stream);
-  return {u, stats};
-}
-
-// input, weight, bias, eps and fp32_products are here for the autograd formula alone: y depends on
-// them through u and stats.
-Tensor linear_batch_norm_transform(Tensor const& input, Tensor const& weight,
-                                   std::optional<Tensor> const& bias,
-                                   std::optional<Tensor> const& scale,
-                                   std::optional<Tensor> const& gamma,
-                                   std::optional<Tensor> const& beta, Tensor const& u,
-                                   Tensor const& stats, double /* eps */, int64_t activation,
-                                   ScalarType dtype, int64_t fp32_products) {
-  Problem const p = check_operands(input, weight);
-  check_fp32_products(fp32_products);
-  channel_vector(bias, "bias", p.n, input);
-  check_on_device_of(u, "u", input);
-  check_shape(u, "u", {p.m, p.n});
-  CUTLASS_BN_CHECK(u.scalar_type() == input.scalar_type(), "u: expected ", name_of(p.dtype),
-                   " like input, got ", name_of(dtype_of(u, "u")));
-  check_dense_rows(u, "u");
-  linear_bn::NormalizeParams params;
-  params.y_dtype = check_out_dtype(dtype, p.dtype);
-  params.u_dtype = p.dtype;
-  params.m = p.m;
-  params.n = p.n;
-  params.stats = stats_data(stats, p.n, input);
-  params.layer.scale = channel_vector(scale, "scale", p.n, input);
-  params.layer.gamma = channel_vector(gamma, "gamma", p.n, input);
-  params.layer.beta = channel_vector(beta, "beta", p.n, input);
-  params.layer.activation = activation_of(activation);
-
-  DeviceGuard const guard(input.get_device_index());
-  Tensor const y = empty({p.m, p.n}, dtype, input);
-  params.u = u.const_data_ptr();
-  params.y = y.mutable_data_ptr();
-  params.ldu = u.stride(0);
-  params.ldy = p.n;
-  linear_bn::launch_normalize(params, current_stream(input));
-  return y;
+      plan, params, workspace.data(),
+      [&] { multiply_by_torch(u, input, transposed(weight), product_bias); }, stream);
+  return {y, u, stats};
 }
 
 Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight,
@@ -194,7 +123,7 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight,
                                    int64_t activation, ScalarType dtype, int64_t fp32_products) {
   Problem const p = check_operands(input, weight);
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
-  auto const products = check_fp32_products(fp32_products);
+  auto const products = fp32_products_of(fp32_products);
   linear_bn::InferenceParams params;
   params.layer.bias = channel_vector(bias, "bias", p.n, input);
   params.layer.scale = channel_vector(scale, "scale", p.n, input);
@@ -219,7 +148,8 @@ Tensor linear_batch_norm_inference(Tensor const& input, Tensor const& weight,
   WorkspaceMemory const workspace(plan.workspace_bytes, input);
   linear_bn::launch_inference(
       plan, params, workspace.data(),
-      [&] { matmul_into(u, input, weight, bias_of_product(bias, input)); }, current_stream(input));
+      [&] { multiply_by_torch(u, input, transposed(weight), bias_of_product(bias, input)); },
+      current_stream(input));
   return y;
 }
 
@@ -231,11 +161,13 @@ std::tuple<std::string, std::string, std::string> linear_batch_norm_plan(Tensor 
                                                                          bool inference) {
   Problem const p = check_operands(input, weight);
   DType const y_dtype = check_out_dtype(dtype, p.dtype);
-  auto const products = check_fp32_products(fp32_products);
+  auto const products = fp32_products_of(fp32_products);
   DeviceGuard const guard(input.get_device_index());
   auto const plan = linear_bn::choose_plan(
       inference ? request_of(input, weight, p.dtype, p.n, y_dtype, products)
-                : request_of(input, weight, p.dtype, padded_row(p.n, p.dtype), p.dtype, products));
+                : request_of(input, weight, p.dtype,
+                             round_up(p.n, 16 / static_cast<int64_t>(size_of(p.dtype))), p.dtype,
+                             products));
   if (plan.path == Path::kPortable) return {"portable", "", plan.reason};
   return {"fused", gemm::name_of(plan.tile), ""};
 }
@@ -243,8 +175,7 @@ std::tuple<std::string, std::string, std::string> linear_batch_norm_plan(Tensor 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_bn, CUDA, m) {
-  m.impl("linear_batch_norm_stats", TORCH_BOX(&linear_batch_norm_stats));
-  m.impl("linear_batch_norm_transform", TORCH_BOX(&linear_batch_norm_transform));
+  m.impl("linear_batch_norm_training", TORCH_BOX(&linear_batch_norm_training));
   m.impl("linear_batch_norm_inference", TORCH_BOX(&linear_batch_norm_inference));
   m.impl("linear_batch_norm_plan", TORCH_BOX(&linear_batch_norm_plan));
 }

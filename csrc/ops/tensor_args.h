@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 
+#include "common/activation.h"
 #include "common/channel_vector.h"
 #include "common/check.h"
 #include "common/dtype.h"
@@ -25,9 +26,6 @@
 // schemas).
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
-extern "C" __attribute__((weak)) AOTITorchError
-aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1,
-                          AtenTensorHandle mat2, double beta, double alpha);
 
 namespace cutlass_bn::ops {
 
@@ -65,6 +63,14 @@ inline ScalarType scalar_type_of(DType dtype) {
     case DType::kBFloat16: return ScalarType::BFloat16;
     default: return ScalarType::Float;
   }
+}
+
+inline Activation activation_of(int64_t code) {
+  CUTLASS_BN_CHECK(code >= 0 && code <= static_cast<int64_t>(Activation::kLeakyRelu),
+                   "activation: expected 0 (none), 1 (relu), 2 (gelu), 3 (silu) or 4 (leaky_relu), "
+                   "got ",
+                   code);
+  return static_cast<Activation>(code);
 }
 
 inline void check_on_device_of(Tensor const& t, char const* name, Tensor const& input) {

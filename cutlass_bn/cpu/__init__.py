@@ -19,8 +19,7 @@ from .batch_norm import (
 from .linear_batch_norm import (
     linear_batch_norm_backward,
     linear_batch_norm_inference,
-    linear_batch_norm_stats,
-    linear_batch_norm_transform,
+    linear_batch_norm_training,
 )
 
 __all__ = [
@@ -30,6 +29,5 @@ __all__ = [
     "batch_norm_training",
     "linear_batch_norm_backward",
     "linear_batch_norm_inference",
-    "linear_batch_norm_stats",
-    "linear_batch_norm_transform",
+    "linear_batch_norm_training",
 ]

@@ -61,5 +61,7 @@ def lies_near(mean: Tensor, var: Tensor, deviations: float, eps: float = 0.0) ->
 def _range(values: Tensor, unless_nan: Tensor) -> tuple[float, float]:
     low, high = (bound.item() for bound in torch.aminmax(values))
     if low != low:
-        low, high = (bound.item() for bound in torch.aminmax(values.masked_fill(unless_nan.isnan(), 0.0)))
+        low, high = (
+            bound.item() for bound in torch.aminmax(values.masked_fill(unless_nan.isnan(), 0.0))
+        )
     return low, high

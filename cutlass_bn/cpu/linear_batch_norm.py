@@ -1,7 +1,9 @@
-"""act(BatchNorm1d(scale * (input weight^T + bias))) of input [M, K] and weight [N, K], and its gradients.
+"""act(BatchNorm1d(scale * (input weight^T + bias))) of input [M, K] and weight [N, K], and its
+gradients.
 
-u [M, N] is the product, with the bias in it in half precision alone, where their sum is what is rounded. stats [3, N]:
-the mean of u, what its rounding lacks, and invstd of scale * u. fp32_products says nothing here.
+u [M, N] is the product, with the bias in it in half precision alone, where their sum is what is
+rounded. stats [3, N]: the mean of u, what its rounding lacks, and invstd of scale * u.
+fp32_products says nothing here.
 """
 
 from __future__ import annotations
@@ -14,47 +16,44 @@ from .. import reference
 from .._activations import ACTIVATIONS, NAMES
 from .common import Dtype, Vector, is_within, times, vector_dtype
 from .moments import Sums, count, moments, stats_of, stats_of_nothing, update_running
-from .transform import NEAR, given, gradients, scaled
+from .transform import NEAR, argument, given, gradients, scaled
 
 _BY_CODE = tuple(ACTIVATIONS.values())
 
 
-def linear_batch_norm_stats(
+def linear_batch_norm_training(
     input: Tensor, weight: Tensor, bias: Vector, scale: Vector, running_mean: Vector,
-    running_var: Vector, num_batches_tracked: Vector, momentum: float | None, eps: float,
-    fp32_products: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> u, stats."""
+    running_var: Vector, num_batches_tracked: Vector, gamma: Vector, beta: Vector,
+    momentum: float | None, eps: float, activation: int, dtype: torch.dtype, fp32_products: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> y [M, N] of `dtype`, u, stats."""
     u, bias = _product(input, weight, bias)
     if u.numel() == 0:
         count(num_batches_tracked)
-        return u, stats_of_nothing(u)
+        return u.to(dtype, copy=True), u, stats_of_nothing(u)
     found, rows = moments(u, Sums.of(u)), u.size(0)
     mean, var = found.mean_of_x().double(), times(times(found.var.double(), scale), scale)
     stats = stats_of(mean, var, eps, vector_dtype(u.dtype))
-    buffers = running_mean, running_var, num_batches_tracked, momentum
+    y = argument(_computed(u, activation, dtype), stats, times(stats[2], scale), gamma, beta)
+    y = _BY_CODE[activation].in_place(y).to(dtype)
     mean = times(mean if bias is None else mean + bias, scale)
+    buffers = running_mean, running_var, num_batches_tracked, momentum
     update_running(*buffers, mean, var * (rows / max(rows - 1, 1)))
-    return u, stats
-
-
-def linear_batch_norm_transform(
-    input: Tensor, weight: Tensor, bias: Vector, scale: Vector, gamma: Vector, beta: Vector,
-    u: Tensor, stats: Tensor, eps: float, activation: int, dtype: torch.dtype, fp32_products: int,
-) -> Tensor:  # fmt: skip
-    """-> y [M, N] of `dtype`. input, weight, bias and eps are there for the gradients alone."""
-    return _BY_CODE[activation].in_place(_argument(u, stats, scale, gamma, beta, activation, dtype)).to(dtype)
+    return y, u, stats
 
 
 def linear_batch_norm_backward(
-    grad: Tensor, u: Tensor, stats: Tensor, scale: Vector, gamma: Vector, beta: Vector, eps: float,
-    activation: int, u_grad: bool, scale_grad: Dtype, gamma_grad: Dtype, beta_grad: Dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> the gradients of u, scale, gamma and beta."""
+    grad: Tensor, input: Tensor, weight: Tensor, u: Tensor, stats: Tensor, scale: Vector,
+    gamma: Vector, beta: Vector, eps: float, activation: int, fp32_products: int, input_grad: bool,
+    weight_grad: bool, bias_grad: Dtype, scale_grad: Dtype, gamma_grad: Dtype, beta_grad: Dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """-> the gradients of input, weight, bias (zeros: the mean takes it away), scale, gamma,
+    beta."""
     if activation:
-        v = _argument(u, stats, scale, gamma, beta, activation, grad.dtype)
+        k = times(stats[2], scale)
+        v = argument(_computed(u, activation, grad.dtype), stats, k, gamma, beta)
         grad = _BY_CODE[activation].backward(grad.to(v.dtype), v)
-    invstd = stats[2].double()
+    invstd, u_grad = stats[2].double(), input_grad or weight_grad
     k, one = times(invstd, scale), torch.ones_like(invstd)
     of_sum = scale_grad is not None or gamma_grad is not None
     unit = k if u_grad else one
@@ -67,7 +66,14 @@ def linear_batch_norm_backward(
         assert dot is not None
         total_u = dot / unit  # sum(dv * (u - mean))
         dgamma, dscale = total_u * k, times(total_u * (eps * invstd.pow(3)), gamma)
-    return du, given(dscale, scale_grad, u), given(dgamma, gamma_grad, u), given(total, beta_grad, u)
+    return (
+        du @ weight if input_grad else u.new_empty(0),
+        du.t() @ input if weight_grad else u.new_empty(0),
+        given(None if bias_grad is None else torch.zeros_like(invstd), bias_grad, u),
+        given(dscale, scale_grad, u),
+        given(dgamma, gamma_grad, u),
+        given(total, beta_grad, u),
+    )
 
 
 def linear_batch_norm_inference(
@@ -79,7 +85,9 @@ def linear_batch_norm_inference(
     if eps == 0.0 and not running_var.all().item():  # PyTorch's kernel multiplies infinity out
         name = NAMES[activation]
         vectors = scale, running_mean, running_var, None, gamma, beta
-        return reference.linear_batch_norm(input, weight, bias, *vectors, False, 0.0, eps, name).to(dtype)
+        return reference.linear_batch_norm(input, weight, bias, *vectors, False, 0.0, eps, name).to(
+            dtype
+        )
     u, bias = _product(input, weight, bias)
     if u.numel() == 0:
         return u.to(dtype)
@@ -105,17 +113,8 @@ def _product(input: Tensor, weight: Tensor, bias: Vector) -> tuple[Tensor, Vecto
 
 def _computed(u: Tensor, activation: int, dtype: torch.dtype) -> Tensor:
     """u in the dtype to compute a y of `dtype` in."""
-    return u.to(torch.promote_types(vector_dtype(dtype) if _BY_CODE[activation].is_curved else dtype, u.dtype))
-
-
-def _argument(
-    u: Tensor, stats: Tensor, scale: Vector, gamma: Vector, beta: Vector, activation: int, dtype: torch.dtype
-) -> Tensor:
-    """What the activation is taken of, for a y of `dtype`."""
-    mean, lacks, invstd = stats
-    u, k = _computed(u, activation, dtype), times(invstd, scale)
-    if u.numel() == 0:
-        return torch.empty_like(u)
-    if not is_within(mean * k, NEAR):
-        u, mean = u - mean, lacks
-    return scaled(u, times(k, gamma), mean, beta)
+    return u.to(
+        torch.promote_types(
+            vector_dtype(dtype) if _BY_CODE[activation].is_curved else dtype, u.dtype
+        )
+    )

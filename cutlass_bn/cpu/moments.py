@@ -24,7 +24,8 @@ _REACH_IN_DOUBLE = 1024.0
 
 
 class Moments(NamedTuple):
-    """Of x = near + shift: mean and biased variance [C] of near. No shift: x lies near zero itself."""
+    """Of x = near + shift: mean and biased variance [C] of near. No shift: x lies near zero
+    itself."""
 
     near: Tensor
     mean: Tensor
@@ -64,10 +65,12 @@ class Sums(NamedTuple):
         return lies_near(mean, var, self.reach)
 
     def calls(self, arrays: int) -> tuple[list[tuple[int, int, int]], int]:
-        """(first sample, length, groups) of exact calls, and how many samples the last one is to take alone.
+        """(first sample, length, groups) of exact calls, and how many samples the last one is to
+        take alone.
 
-        Groups of samples become channels of their own, as many in a call as the cache holds `arrays` sums of. A thread
-        takes some samples of each group, so with more of them a call has to have more groups.
+        Groups of samples become channels of their own, as many in a call as the cache holds
+        `arrays` sums of. A thread takes some samples of each group, so with more of them a call has
+        to have more groups.
         """
         n, length = self.samples, self.length
         length = next((part for part in range(length, length // 2, -1) if n % part == 0), length)
@@ -77,7 +80,8 @@ class Sums(NamedTuple):
         return [(first * length, length, min(step, groups - first)) for first in firsts], n % length
 
     def part(self, start: int, length: int, groups: int) -> Tensor:
-        """length * groups samples from `start` on, each group of which becomes channels of its own."""
+        """length * groups samples from `start` on, each group of which becomes channels of its
+        own."""
         channels, area = groups * self.x.size(1), self.area
         offset = self.x.storage_offset() + start * self.x.size(1) * area
         return self.x.as_strided((length, channels, area), (channels * area, area, 1), offset)

@@ -8,26 +8,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import Vector, converted, dense, is_within, laid_out_like, lies_near, per_channel, vector_dtype
+from .common import (
+    Vector,
+    converted,
+    dense,
+    is_within,
+    laid_out_like,
+    lies_near,
+    per_channel,
+    times,
+    vector_dtype,
+)
 from .moments import Sums, moments
 
-# x * a + b errs by 3 * 2^-24 for each deviation that the mean is away: here 3e-6. y may err by 1e-5.
+# x * a + b errs by 3 * 2^-24 for each deviation that the mean is away: here 3e-6. y may err by
+# 1e-5.
 NEAR = 16.0
 # In units of the dtype's precision: what a mean's rounding has to take to be worth a pass over x.
 _LACKING = 8.0
 
 
 def batch_norm(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Vector, bias: Vector, eps: float, training: bool = False
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Vector,
+    bias: Vector,
+    eps: float,
+    training: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's, of dense x: y; in training mean and invstd, too, and mean and var (unbiased) are written."""
+    """PyTorch's, of dense x: y; in training mean and invstd, too, and mean and var (unbiased) are
+    written."""
     dtype = vector_dtype(x.dtype)
     vectors = (converted(vector, dtype) for vector in (weight, bias, mean, var))
     weight, bias, mean, var = vectors
     return torch.native_batch_norm(x, weight, bias, mean, var, training, 1.0, eps)
 
 
-def normalised(x: Tensor, mean: Tensor, lacks: Tensor, var: Tensor, weight: Vector, bias: Vector, eps: float) -> Tensor:
+def normalised(
+    x: Tensor, mean: Tensor, lacks: Tensor, var: Tensor, weight: Vector, bias: Vector, eps: float
+) -> Tensor:
     """y of dense x, exact, with a mean that `lacks` is to be added to. Of x's dtype or wider."""
     if not lies_near(mean, converted(var, mean.dtype), NEAR, eps):
         x, mean = x - per_channel(mean, x), lacks
@@ -37,18 +57,30 @@ def normalised(x: Tensor, mean: Tensor, lacks: Tensor, var: Tensor, weight: Vect
 def scaled(x: Tensor, gain: Tensor, mean: Vector = None, offset: Vector = None) -> Tensor:
     """(x - mean) * gain + offset of dense x."""
     one = torch.ones_like(gain)
-    return batch_norm(x, torch.zeros_like(gain) if mean is None else mean, one, gain, offset, 0.0)[0]
+    mean = torch.zeros_like(gain) if mean is None else mean
+    return batch_norm(x, mean, one, gain, offset, 0.0)[0]
+
+
+def argument(x: Tensor, stats: Tensor, k: Tensor, gamma: Vector, beta: Vector) -> Tensor:
+    """What an activation is taken of in training: (x - mean) * k * gamma + beta, exact."""
+    mean, lacks, _ = stats
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if not is_within(mean * k, NEAR):
+        x, mean = x - per_channel(mean, x), lacks
+    return scaled(x, times(k, gamma), mean, beta)
 
 
 def gradients(
-    dy: Tensor, input: Tensor, stats: Tensor, unit: Tensor, weight: Vector, wanted: tuple[bool, bool, bool],
-    of_batch: bool = True,
+    dy: Tensor, input: Tensor, stats: Tensor, unit: Tensor, weight: Vector,
+    wanted: tuple[bool, bool, bool], of_batch: bool = True,
 ) -> tuple[Tensor, Vector, Vector]:  # fmt: skip
-    """Of y = (x - mean) * unit * weight in training, where unit is invstd: dx of input's dtype (empty where not
-    wanted), sum(dy * (x - mean)) * unit and sum(dy). of_batch: the mean is that of x.
+    """Of y = (x - mean) * unit * weight in training, where unit is invstd: dx of input's dtype
+    (empty where not wanted), sum(dy * (x - mean)) * unit and sum(dy). of_batch: the mean is that of
+    x.
 
-    PyTorch's kernel adds up float32 one by one, and half precision too: dy is centred where that would lose its part
-    that the normalisation lets through.
+    PyTorch's kernel adds up float32 one by one, and half precision too: dy is centred where that
+    would lose its part that the normalisation lets through.
     """
     x, (mean, lacks, _) = dense(input), stats
     if x.numel() == 0:
@@ -67,7 +99,9 @@ def gradients(
     dtype = torch.promote_types(x.dtype, dy.dtype)
     x = x.to(dtype)
     dy = laid_out_like(dy.to(dtype), x)
-    vectors = (converted(vector, vector_dtype(dtype)) for vector in (weight, None, None, mean, unit))
+    vectors = (
+        converted(vector, vector_dtype(dtype)) for vector in (weight, None, None, mean, unit)
+    )
     dx, dot, total = torch.ops.aten.native_batch_norm_backward(dy, x, *vectors, True, 0.0, wanted)
     dx = dy.new_empty(0) if dx is None else laid_out_like(dx.to(input.dtype), dense(input))
     dot = None if dot is None else dot + centre * (off_centre * values) * unit
@@ -75,7 +109,8 @@ def gradients(
 
 
 def _centre(dy: Tensor) -> Vector:
-    """[C] to take from dy, or None where its means are within a deviation of zero, as a few samples show."""
+    """[C] to take from dy, or None where its means are within a deviation of zero, as a few samples
+    show."""
     samples = dy[:: max(1, dy.size(0) // 8)].reshape(-1, dy.size(1), dy[0, 0].numel())
     samples = samples[..., :: max(1, samples.size(2) // 16)]
     var, mean = torch.var_mean(samples.to(vector_dtype(dy.dtype)), (0, 2), correction=0)

@@ -1,4 +1,5 @@
-"""Batch normalisation as functions: plain arguments in, tensors out, running statistics updated in place."""
+"""Batch normalisation as functions: plain arguments in, tensors out, running statistics updated in
+place."""
 
 from ._batch_norm import batch_norm
 from ._linear_batch_norm import linear_batch_norm

@@ -1,4 +1,5 @@
-"""Both layers in PyTorch's own functions, as torch.nn calls them: for graphs that run without us (_policy.py)."""
+"""Both layers in PyTorch's own functions, as torch.nn calls them: for graphs that run without us
+(_policy.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,25 @@ def batch_norm(
     training: bool,
     momentum: float | None,
     eps: float,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    y = _batch_norm(
+        input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps
+    )
+    return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
 ) -> Tensor:
     if not training or num_batches_tracked is None:
         assert momentum is not None
@@ -27,8 +47,9 @@ def batch_norm(
         y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps)
         num_batches_tracked.add_(1)
         return y
-    # A momentum that depends on a tensor would have to be read for F.batch_norm, which no graph can hold: let the
-    # batch's statistics take the place of copies, and average then. (An empty batch leaves the copies as they are.)
+    # A momentum that depends on a tensor would have to be read for F.batch_norm, which no graph can
+    # hold: let the batch's statistics take the place of copies, and average then. (An empty batch
+    # leaves the copies as they are.)
     mean, var = running_mean.clone(), running_var.clone()
     y = F.batch_norm(input, mean, var, weight, bias, True, 1.0, eps)
     num_batches_tracked.add_(1)
@@ -57,5 +78,5 @@ def linear_batch_norm(
     z = F.linear(input, weight, bias)
     if scale is not None:
         z = z * scale
-    y = batch_norm(z, running_mean, running_var, num_batches_tracked, gamma, beta, training, momentum, eps)
-    return ACTIVATIONS[activation].forward(y)
+    vectors = running_mean, running_var, num_batches_tracked, gamma, beta
+    return batch_norm(z, *vectors, training, momentum, eps, activation)

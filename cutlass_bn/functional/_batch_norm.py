@@ -6,14 +6,21 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._activations import ACTIVATIONS, check_activation
+from .._activations import CODES, check_activation
 from .._library import require
 from ..ops import batch_norm as ops
 from . import _aten
 from ._mistakes import refuse_channels, refuse_device
-from ._policy import KERNEL_DTYPES, choose, contiguous, dense, is_traced, plain_counter, settle_counter
+from ._policy import (
+    KERNEL_DTYPES,
+    choose,
+    contiguous,
+    is_traced,
+    plain_counter,
+    settle_counter,
+    wants_grad,
+)
 
-_below_autograd = ops.below_autograd
 _VECTOR_NAMES = ("running_mean", "running_var", "weight", "bias")
 
 
@@ -30,8 +37,8 @@ def batch_norm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, y = (x - mean) / sqrt(var + eps) * weight + bias over dim 1 of input, and what
-    follows it: activation(y + residual).
+    """activation(y + residual) of `torch.nn.functional.batch_norm`, y = (x - mean) / sqrt(var +
+    eps) * weight + bias over dim 1 of input.
 
     Args:
         input: float32, float16, bfloat16 or float64, [N, C, ...].
@@ -45,14 +52,17 @@ def batch_norm(
         y, with input's shape and dtype, and the strides that torch's own function gives it.
 
     Raises:
-        ValueError: an unknown activation; one value per channel in training; eps not positive in training, or
-            negative; only one of the running statistics in training, or running_mean alone.
-        RuntimeError: fewer than 2 dimensions; a tensor of the wrong size or device; no running_mean in evaluation mode;
-            a CUDA input without the compiled library.
+        ValueError: an unknown activation; one value per channel in training; eps not positive in
+            training, or negative; only one of the running statistics in training, or running_mean
+            alone.
+        RuntimeError: fewer than 2 dimensions; a tensor of the wrong size or device; no running_mean
+            in evaluation mode; a CUDA input without the compiled library.
         NotImplementedError: an input of another dtype.
     """
     vectors = running_mean, running_var, weight, bias
-    return batch_norm_with_counter(input, *vectors, training, momentum, eps, None, activation, residual)
+    return batch_norm_with_counter(
+        input, *vectors, training, momentum, eps, None, activation, residual
+    )
 
 
 def batch_norm_with_counter(
@@ -68,20 +78,13 @@ def batch_norm_with_counter(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`batch_norm` that also counts the batch in training. momentum None: cumulative average over the counter."""
-    if activation is not None or residual is not None:
+    """`batch_norm` that also counts the batch in training.
+
+    momentum None: cumulative average over the counter.
+    """
+    if activation not in CODES:
         check_activation(activation)
-        if residual is not None:
-            residual = _check_residual(residual, input)
-        y = batch_norm_with_counter(
-            input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
-        )
-        return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
-    if input.dim() < 2:
-        raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
     if training:
-        if input.shape[2:].numel() == 1 and input.size(0) == 1:  # in this order: the batch may be a symbol
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
     elif running_mean is None:
@@ -90,56 +93,40 @@ def batch_norm_with_counter(
         raise ValueError(f"batch_norm eps must be non-negative, but got {eps}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
+    if residual is not None and residual.dtype != input.dtype:
+        residual = _as_autocast_takes(residual, input)
 
-    _check(input, running_mean, running_var, weight, bias)
-    path = choose(input, input.dtype, running_mean, running_var, weight, bias)
-    if path == "torch" or path == "reference":
-        function = _aten.batch_norm if path == "torch" else reference.batch_norm
-        return function(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps)
+    statistics = (running_mean, running_var)
+    path = choose(input, input.dtype, *statistics, weight, bias)
+    traced = is_traced()
     if path == "kernels":
         require()
+    if path == "torch" or path == "reference":
+        _check(input, residual, *statistics, weight, bias, training)
+        function = _aten.batch_norm if path == "torch" else reference.batch_norm
+        vectors = *statistics, num_batches_tracked, weight, bias
+        return function(input, *vectors, training, momentum, eps, activation, residual)
+    if path == "cpu" or traced:
+        _check(input, residual, *statistics, weight, bias, training)
     kernels = ops.CPU if path == "cpu" else ops.CUDA
-    if not input.is_contiguous():
-        input = dense(input)
-    weight, bias = contiguous(weight), contiguous(bias)
-    traced = path == "kernels" and is_traced()
-    wants_grad = torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
-    statistics = (running_mean, running_var)
-    if training:
+    weight, bias, code = contiguous(weight), contiguous(bias), CODES[activation]
+    how = traced, wants_grad(input, residual, weight, bias)
+    try:
+        if not training:
+            return kernels.inference((input, residual, *statistics, weight, bias, eps, code), *how)
         counter, momentum = plain_counter(num_batches_tracked, momentum, input.device)
-        arguments = (input, *statistics, counter, weight, bias, momentum, eps)
-        if traced:
-            y, _ = ops.batch_norm_training(*arguments)
-        elif wants_grad:
-            y, _ = kernels.differentiable_training(*arguments)
-        else:
-            with _below_autograd():
-                y, _ = kernels.training(*arguments)
-        if counter is not num_batches_tracked:
-            settle_counter(num_batches_tracked, counter)
-        return y
-    if traced:
-        return ops.batch_norm_inference(input, *statistics, weight, bias, eps)
-    if wants_grad:
-        return kernels.differentiable_inference(input, *statistics, weight, bias, eps)
-    with _below_autograd():
-        return kernels.inference(input, *statistics, weight, bias, eps)
+        y = kernels.training(
+            (input, residual, *statistics, counter, weight, bias, momentum, eps, code), *how
+        )
+    except RuntimeError:
+        _check(input, residual, *statistics, weight, bias, training)  # says what the op can't
+        raise
+    if counter is not num_batches_tracked:
+        settle_counter(num_batches_tracked, counter)
+    return y
 
 
-def _check_residual(residual: Tensor, input: Tensor) -> Tensor:
-    """residual in the dtype that it is added in."""
-    if residual.shape != input.shape:
-        expected, shape = list(input.shape), list(residual.shape)
-        raise RuntimeError(f"residual: expected shape {expected} like input, got {shape}")
-    if residual.device != input.device:
-        here, there = input.device, residual.device
-        raise RuntimeError(f"residual: expected a tensor on {here} like input, got one on {there}")
-    if residual.dtype == input.dtype:
-        return residual
+def _as_autocast_takes(residual: Tensor, input: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(input.device.type):
         raise RuntimeError(f"residual: expected {input.dtype} like input, got {residual.dtype}")
     return residual.to(input.dtype)
@@ -147,12 +134,22 @@ def _check_residual(residual: Tensor, input: Tensor) -> Tensor:
 
 def _check(
     input: Tensor,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    training: bool,
 ) -> None:
-    """What torch's own function checks, with its types of errors."""
+    """What torch's own function checks, with its types of errors; who is wrong is named."""
+    if input.dim() < 2:
+        raise RuntimeError(f"expected an input of shape [N, C, ...], got {tuple(input.shape)}")
+    # In this order: the batch may be a symbol.
+    if training and input.shape[2:].numel() == 1 and input.size(0) == 1:
+        size = input.size()
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {size}"
+        )
     if input.dtype not in (*KERNEL_DTYPES, torch.float64):
         known = "float32, float16, bfloat16 or float64"
         text = f"not implemented for {input.dtype}, input: expected {known}"
@@ -166,3 +163,9 @@ def _check(
             if any(v.shape != expected for v in named.values()):
                 refuse_channels(named, "input", input, 1)
             refuse_device({**named, "input": input})
+    if residual is not None and residual.shape != input.shape:
+        fitting, shape = list(input.shape), list(residual.shape)
+        raise RuntimeError(f"residual: expected shape {fitting} like input, got {shape}")
+    if residual is not None and residual.device != device:
+        text = f"expected a tensor on {device} like input, got one on {residual.device}"
+        raise RuntimeError(f"residual: {text}")

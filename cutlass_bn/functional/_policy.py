@@ -1,11 +1,13 @@
-"""What both layers decide alike: which implementation runs, autocast, memory formats, and which counters the ops take.
+"""What both layers decide alike: which implementation runs, autocast, memory formats, and which
+counters the ops take.
 
 kernels     our CUDA kernels, as registered ops. `torch.compile` and the tracers get the op itself.
 cpu         `cutlass_bn.cpu`: eager calls with CPU tensors.
-torch       PyTorch's own functions (_aten.py), for graphs that shall run without us or had better have plain nodes: the
-            CPU under torch.compile, torch.export, torch.jit.trace, make_fx and fake tensors; ONNX; functionalize;
-            other devices; tensor subclasses.
-reference   `cutlass_bn.reference`: float64 on CUDA, the other transforms of torch.func, forward-mode differentiation.
+torch       PyTorch's own functions (_aten.py), for graphs that shall run without us or had better
+            have plain nodes: the CPU under torch.compile, torch.export, torch.jit.trace, make_fx
+            and fake tensors; ONNX; functionalize; other devices; tensor subclasses.
+reference   `cutlass_bn.reference`: float64 on CUDA, the other transforms of torch.func,
+forward-mode differentiation.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import reference
-from ..ops.fp32_products import FP32_PRODUCTS
+from ..ops.product import FP32_PRODUCTS
 from ..reference import autocast_dtype
 
 Path = Literal["kernels", "cpu", "torch", "reference"]
@@ -33,12 +35,12 @@ def choose(
     dtype: torch.dtype,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    *parameters: Tensor | None,
+    *vectors: Tensor | None,
 ) -> Path:
-    """What runs. dtype is that of the value which is normalised: input's, or the linear layer's product with scale."""
-    if input.is_cuda and reason_for_reference(input, running_mean, running_var, *parameters) is None:
+    """What runs. dtype: of the value that is normalised, input's or the linear layer's product."""
+    vectors = (running_mean, running_var, *vectors)
+    if input.is_cuda and reason_for_reference(input, *vectors) is None:
         return "kernels"
-    vectors = (running_mean, running_var, *parameters)
     if is_transformed():
         graph = not is_traced() and _is_functionalized()
     else:
@@ -49,7 +51,10 @@ def choose(
 
 
 def reason_for_reference(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *parameters: Tensor | None
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *parameters: Tensor | None,
 ) -> str | None:
     """Why the CUDA kernels don't take the call, or None where they do."""
     if not input.is_cuda:
@@ -70,12 +75,14 @@ def reason_for_reference(
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work: for those the ops have no rules."""
+    """Whether torch.func or forward-mode differentiation is at work: for those the ops have no
+    rules."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_traced() -> bool:
-    """Whether a graph is being made in which an op stands for itself: an autograd.Function can't."""
+    """Whether a graph is being made in which an op stands for itself: an autograd.Function
+    can't."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
@@ -91,9 +98,11 @@ def _is_functionalized() -> bool:
 
 
 def _is_plain(input: Tensor) -> bool:
-    """Whether input has values that may be looked at, and nothing watches which operations are done to it.
+    """Whether input has values that may be looked at, and nothing watches which operations are done
+    to it.
 
-    Otherwise it is a fake, meta or wrapped tensor, or a TorchDispatchMode (make_fx, FlopCounterMode) is active.
+    Otherwise it is a fake, meta or wrapped tensor, or a TorchDispatchMode (make_fx,
+    FlopCounterMode) is active.
     """
     if type(input) not in _PLAIN_TYPES or not (input.is_cpu or input.is_cuda):
         return False
@@ -101,14 +110,16 @@ def _is_plain(input: Tensor) -> bool:
 
 
 def _torch_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
-    """Whether torch's batch norm takes vectors of these dtypes: all of dtype, or float32 beside a half."""
+    """Whether torch's batch norm takes vectors of these dtypes: all of dtype, or float32 beside a
+    half."""
     dtypes = [vector.dtype for vector in vectors if vector is not None]
     in_float32 = dtype in reference.HALVES and all(other == torch.float32 for other in dtypes)
     return in_float32 or all(other == dtype for other in dtypes)
 
 
 def _cpu_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
-    """Whether cutlass_bn.cpu keeps the precision of all vectors: beside float64 it computes in float64."""
+    """Whether cutlass_bn.cpu keeps the precision of all vectors: beside float64 it computes in
+    float64."""
     for vector in vectors:
         if vector is not None and vector.dtype != dtype and vector.dtype not in KERNEL_DTYPES:
             return False
@@ -118,7 +129,8 @@ def _cpu_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
 def plain_counter(
     counter: Tensor | None, momentum: float | None, device: torch.device
 ) -> tuple[Tensor | None, float | None]:
-    """(the counter that the ops take in place of counter, momentum): they take an int64 on input's device, or none.
+    """(the counter that the ops take in place of counter, momentum): they take an int64 on input's
+    device, or none.
 
     After the call `settle_counter` brings counter up to date.
     """
@@ -139,41 +151,11 @@ def settle_counter(counter: Tensor | None, plain: Tensor | None) -> None:
 
 
 def contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
-def memory_format(input: Tensor) -> torch.memory_format:
-    """The one that torch's batch norm gives its output: at::Tensor::suggest_memory_format."""
-    dims = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(input.dim())
-    if dims is None or input.stride(1) == 0:
-        return torch.contiguous_format
-    least = 0
-    for dim in dims:
-        size, stride = input.size(dim), input.stride(dim)
-        # The last condition: of sizes of 1 alone, whose strides say nothing.
-        if size == 0 or stride < least or (dim == 0 and least == input.stride(1)):
-            return torch.contiguous_format
-        least = stride * size
-    return torch.channels_last if input.dim() == 4 else torch.channels_last_3d
-
-
-def is_channels_last(input: Tensor) -> bool:
-    """Whether the kernels take an input that is not contiguous, or the dense copy that they get, as channels_last."""
-    return memory_format(input) != torch.contiguous_format
-
-
-def is_dense(input: Tensor) -> bool:
-    """Whether the kernels take input as it lies, and not a copy."""
-    return input.is_contiguous() or input.is_contiguous(memory_format=memory_format(input))
-
-
-def dense(input: Tensor) -> Tensor:
-    """input itself where the kernels take it, else a copy, in the memory format that torch gives the output."""
-    if input.dim() == 4:
-        _, channels, height, width = input.shape
-        if input.stride() == (height * width * channels, 1, width * channels, channels):
-            return input  # the usual channels_last, for which memory_format would take longer
-    return input.contiguous(memory_format=memory_format(input))
+def wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def autocast(tensor: Tensor) -> Tensor:
@@ -183,11 +165,14 @@ def autocast(tensor: Tensor) -> Tensor:
 def output_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     """Of y: that of linear's output, torch.autocast considered, promoted with scale's."""
     dtype = autocast_dtype(x)
-    return dtype if scale is None or scale.dtype == dtype else torch.promote_types(dtype, scale.dtype)
+    return (
+        dtype if scale is None or scale.dtype == dtype else torch.promote_types(dtype, scale.dtype)
+    )
 
 
 def fp32_products(input: Tensor, ieee_fp32: bool) -> int:
-    """The code of how products of input are made. Of no effect, and always the same, where input is not float32."""
+    """The code of how products of input are made. Of no effect, and always the same, where input is
+    not float32."""
     if input.dtype != torch.float32:
         return FP32_PRODUCTS["ieee"]
     if tf32_is_allowed():
@@ -197,5 +182,6 @@ def fp32_products(input: Tensor, ieee_fp32: bool) -> int:
 
 @torch.compiler.assume_constant_result
 def tf32_is_allowed() -> bool:
-    """PyTorch's own switch for float32 matrix products on CUDA. Compiled code is guarded on it by dynamo."""
+    """PyTorch's own switch for float32 matrix products on CUDA. Compiled code is guarded on it by
+    dynamo."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

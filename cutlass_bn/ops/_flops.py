@@ -28,10 +28,21 @@ def matmul_flops(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
+def backward_flops(
+    grad: Shape, input: Shape, weight: Shape, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Of the products for the gradients of input and weight that came back."""
+    products = sum(len(shape) == 2 for shape in out_shape[:2])
+    return products * linear_flops(input, weight)
+
+
 def _register() -> None:
     ops = torch.ops.cutlass_bn
-    linear = (ops.linear_batch_norm_stats, ops.linear_batch_norm_inference)
-    for formula, packets in ((linear_flops, linear), (matmul_flops, (ops.split_matmul,))):
+    for formula, packets in (
+        (linear_flops, (ops.linear_batch_norm_training, ops.linear_batch_norm_inference)),
+        (backward_flops, (ops.linear_batch_norm_backward,)),
+        (matmul_flops, (ops.fp32_matmul,)),
+    ):
         register_flop_formula(list(packets))(formula)
 
 
