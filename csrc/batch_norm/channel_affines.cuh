@@ -7,32 +7,42 @@
 namespace cutlass_bn::batch_norm {
 
 struct ChannelAffines {
-  float const* stats;  // as in TransformParams, as are the others
+  float const* stats;  // as in TransformParams
   int64_t channels;
-  ChannelVector running_mean, running_var, gamma, beta;
+  ChannelVector running_mean, running_var, scale, gamma, beta;
   float eps;
 
-  explicit ChannelAffines(TransformParams const& p)
-      : stats(p.stats),
-        channels(p.view.channels),
-        running_mean(p.layer.running_mean),
-        running_var(p.layer.running_var),
-        gamma(p.layer.gamma),
-        beta(p.layer.beta),
-        eps(static_cast<float>(p.layer.eps)) {}
+  ChannelAffines(float const* stats, int64_t channels, Layer const& layer)
+      : stats(stats),
+        channels(channels),
+        running_mean(layer.running_mean),
+        running_var(layer.running_var),
+        scale(layer.scale),
+        gamma(layer.gamma),
+        beta(layer.beta),
+        eps(static_cast<float>(layer.eps)) {}
+
+  // Of at(); 0 where there is none.
+  __device__ __forceinline__ float mean_at(int64_t channel) const {
+    ChannelVector const mean = stats != nullptr ? ChannelVector{stats, DType::kFloat32}
+                                                : running_mean;
+    return mean.load_or(channel, 0.f);
+  }
 
   __device__ __forceinline__ Affine at(int64_t channel) const {
     float mean, remainder, invstd;
     if (stats != nullptr) {
-      mean = stats[channel];
-      remainder = stats[channels + channel];
-      invstd = stats[2 * channels + channel];
+      ChannelVector const values{stats, DType::kFloat32};
+      mean = values.load(channel);
+      remainder = values.load(channels + channel);
+      invstd = values.load(2 * channels + channel);
     } else {
       mean = running_mean.load_or(channel, 0.f);
       remainder = 0.f;
       invstd = __frsqrt_rn(running_var.load(channel) + eps);
     }
-    return affine(mean, remainder, gamma.load_or(channel, 1.f) * invstd,
+    return affine(mean, remainder,
+                  gain_of(gamma.load_or(channel, 1.f), scale.load_or(channel, 1.f), invstd),
                   beta.load_or(channel, 0.f));
   }
 };

@@ -18,7 +18,7 @@ namespace cutlass_bn::batch_norm {
 // mean is correctly rounded but for an error of a few 2^-24 standard deviations; a constant channel
 // has exactly its value and 0.
 //
-// y = (x - mean) * (gamma * invstd) + beta.
+// y = activation((x - mean) * (gamma * invstd) + beta + residual).
 //
 // Sums over tiles are in fp32, without atomics: the same input gives the same bits.
 
@@ -28,6 +28,7 @@ void launch_stats(StatsParams const& params, cudaStream_t stream);
 void launch_transform(TransformParams const& params, cudaStream_t stream);
 void launch_gradient_sums(GradientSumsParams const& params, cudaStream_t stream);
 void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
+void launch_gradient_scale(GradientScaleParams const& params, cudaStream_t stream);
 }  // namespace planes
 
 // Any view with uses_columns(view) true; rows may be padded.
@@ -36,11 +37,7 @@ void launch_stats(StatsParams const& params, cudaStream_t stream);
 void launch_transform(TransformParams const& params, cudaStream_t stream);
 void launch_gradient_sums(GradientSumsParams const& params, cudaStream_t stream);
 void launch_gradient_transform(GradientTransformParams const& params, cudaStream_t stream);
-
-// The sums and the transform of the gradients for the columns of a matrix that are scaled before
-// and activated after the normalisation, with dv = dy * act'(v) in place of dy.
-void launch_activated_sums(ActivatedSumsParams const& params, cudaStream_t stream);
-void launch_activated_transform(ActivatedTransformParams const& params, cudaStream_t stream);
+void launch_gradient_scale(GradientScaleParams const& params, cudaStream_t stream);
 }  // namespace columns
 
 // Statistics, running buffers and y; dgamma, dbeta and dx. One kernel each, two with a cumulative

@@ -28,44 +28,50 @@ struct BackwardWorkspace {
   float4* exchange;
   int64_t bytes;
 
-  BackwardWorkspace(Plan const& plan, bool with_maps, void* memory) {
+  BackwardWorkspace(Plan const& plan, BackwardRequest const& request, void* memory) {
     Workspace passes(memory), on_chip(memory);
     int64_t const channels = plan.view.channels;
     partials = passes.take<float2>(plan.tiles() * channels);
-    if (with_maps) maps = {passes.take<float4>(channels), passes.take<float>(channels)};
+    if (request.dx && request.of_batch) {
+      maps = {passes.take<float4>(channels), passes.take<float>(channels)};
+      if (request.activation != Activation::kNone && !request.reads_saved())
+        maps.offset = passes.take<float>(channels);
+    }
     exchange = on_chip.take<float4>(plan.on_chip ? plan.on_chip->exchange_values() : 0);
     bytes = std::max(passes.bytes(), on_chip.bytes());
   }
 };
-
-bool reads_x(Wanted const& wanted, bool of_batch) {
-  return (wanted.dx && of_batch) || wanted.dgamma;
-}
 
 void launch_transform(TransformParams const& params, cudaStream_t stream) {
   (uses_columns(params.view) ? columns::launch_transform : planes::launch_transform)(params,
                                                                                      stream);
 }
 
-// dgamma, dbeta and the maps of dx.
-void launch_reduction(Plan const& plan, BackwardParams const& p, GradientFinalizeParams finalize,
-                      BackwardWorkspace const& workspace, bool with_x, cudaStream_t stream) {
-  GradientSumsParams sums;
-  sums.dy = p.dy;
-  sums.x = with_x ? p.x : nullptr;
-  sums.dtype = plan.dtype;
-  sums.view = plan.view;
-  sums.mean = p.stats != nullptr ? ChannelVector{p.stats, DType::kFloat32} : p.running_mean;
-  sums.rows_per_tile = plan.rows_per_tile;
-  sums.partials = workspace.partials;
+// dgamma, dbeta, the maps of dx, and dv where it is given.
+void launch_reduction(Plan const& plan, GradientSource const& source, void* dv,
+                      GradientFinalizeParams finalize, BackwardWorkspace const& workspace,
+                      cudaStream_t stream) {
+  GradientSumsParams const sums{source, dv, plan.rows_per_tile, workspace.partials};
   (uses_columns(plan.view) ? columns::launch_gradient_sums : planes::launch_gradient_sums)(sums,
                                                                                            stream);
-
   finalize.partials = workspace.partials;
   finalize.tiles = plan.tiles();
   finalize.maps = workspace.maps;
-  if (!with_x) finalize.stats = nullptr;
+  if (source.x == nullptr) finalize.stats = nullptr;
   launch_gradient_finalize(finalize, stream);
+}
+
+// dx = dv * gain in eval. Without an activation dy is dv.
+void launch_scale(GradientSource const& dv, void* dx, cudaStream_t stream) {
+  TransformParams transform;
+  transform.x = dv.dy;
+  transform.y = dx;
+  transform.dtype = dv.dtype;
+  transform.view = dv.view;
+  transform.layer.running_var = dv.layer.running_var;
+  transform.layer.eps = dv.layer.eps;
+  transform.layer.gamma = dv.layer.gamma;
+  launch_transform(transform, stream);
 }
 
 }  // namespace
@@ -82,9 +88,9 @@ void launch_forward(Plan const& plan, ForwardParams const& p, void* memory, cuda
   FinalizeParams finalize = p.finalize;
   finalize.channels = plan.view.channels;
   finalize.rows = plan.view.rows();
-  if (plan.on_chip &&
-      on_chip::launch_forward({p.x, p.y, plan.dtype, p.gamma, p.beta, finalize, workspace.exchange},
-                              *plan.on_chip, stream)) {
+  if (plan.on_chip && on_chip::launch_forward({p.x, p.residual, p.y, plan.dtype, p.gamma, p.beta,
+                                               p.activation, finalize, workspace.exchange},
+                                              *plan.on_chip, stream)) {
     return;
   }
   StatsParams const stats{p.x, plan.dtype, plan.view, plan.rows_per_tile, workspace.moments};
@@ -94,9 +100,10 @@ void launch_forward(Plan const& plan, ForwardParams const& p, void* memory, cuda
   finalize.tiles = plan.tiles();
   finalize.rows_per_tile = plan.rows_per_tile;
   launch_finalize(finalize, stream);
-  TransformParams transform{p.x, p.y, plan.dtype, plan.view, finalize.stats, {}};
+  TransformParams transform{p.x, p.residual, p.y, plan.dtype, plan.view, finalize.stats, {}};
   transform.layer.gamma = p.gamma;
   transform.layer.beta = p.beta;
+  transform.layer.activation = p.activation;
   launch_transform(transform, stream);
 }
 
@@ -104,47 +111,65 @@ void launch_inference(TransformParams const& params, cudaStream_t stream) {
   launch_transform(params, stream);
 }
 
-Plan plan_backward(ChannelView const& view, DType dtype, Wanted const& wanted, bool of_batch,
-                   bool aligned) {
-  bool const with_maps = wanted.dx && of_batch;
-  Plan plan{view, dtype, with_maps && aligned ? plan_on_chip(view, dtype, true) : std::nullopt,
-            choose_gradient_rows_per_tile(view, dtype, reads_x(wanted, of_batch))};
-  plan.workspace_bytes = BackwardWorkspace(plan, with_maps, nullptr).bytes;
+Plan plan_backward(BackwardRequest const& r) {
+  bool const on_chip = r.dx && r.of_batch && r.aligned;
+  Plan plan{r.view, r.dtype, on_chip ? plan_on_chip(r.view, r.dtype, true) : std::nullopt,
+            choose_gradient_rows_per_tile(r.view, r.dtype, r.reads_x() || r.reads_saved())};
+  plan.workspace_bytes = BackwardWorkspace(plan, r, nullptr).bytes;
   return plan;
 }
 
-void launch_backward(Plan const& plan, Wanted const& wanted, BackwardParams const& p, void* memory,
-                     cudaStream_t stream) {
-  bool const of_batch = p.stats != nullptr, with_maps = wanted.dx && of_batch;
-  BackwardWorkspace const workspace(plan, with_maps, memory);
+void launch_backward(Plan const& plan, BackwardRequest const& request, BackwardParams const& p,
+                     void* memory, cudaStream_t stream) {
+  if (!request.any()) return;
+  BackwardWorkspace const workspace(plan, request, memory);
+  GradientSource source;
+  source.dy = p.dy;
+  source.x = request.reads_x() ? p.x : nullptr;
+  source.saved = request.reads_saved() ? p.saved : nullptr;
+  source.dtype = source.dy_dtype = plan.dtype;
+  source.view = plan.view;
+  source.dy_row_stride = plan.view.outer_stride;
+  source.stats = p.stats;
+  source.layer = p.layer;
+  source.layer.activation = request.activation;
   GradientFinalizeParams finalize;
   finalize.channels = plan.view.channels;
   finalize.rows = plan.view.rows();
   finalize.stats = p.stats;
-  finalize.running_var = p.running_var;
-  finalize.eps = p.eps;
-  finalize.gamma = p.gamma;
+  finalize.running_var = p.layer.running_var;
+  finalize.eps = p.layer.eps;
+  finalize.gamma = p.layer.gamma;
+  finalize.beta = p.layer.beta;
   finalize.dgamma = p.dgamma;
   finalize.dbeta = p.dbeta;
   if (plan.on_chip &&
-      on_chip::launch_backward({p.dy, p.x, p.dx, plan.dtype, finalize, workspace.exchange},
+      on_chip::launch_backward({source, p.dresidual, p.dx, finalize, workspace.exchange},
                                *plan.on_chip, stream)) {
     return;
   }
-  if (with_maps || wanted.dgamma || wanted.dbeta) {
-    launch_reduction(plan, p, finalize, workspace, reads_x(wanted, of_batch), stream);
+
+  bool const columns = uses_columns(plan.view), with_maps = request.dx && request.of_batch;
+  if (with_maps || request.dgamma || request.dbeta) {
+    // dx is made of dv, which saves reading two tensors again: kept where dx will be, if nobody
+    // asks for it.
+    void* const dv = !request.reads_saved() ? nullptr : request.dresidual ? p.dresidual : p.dx;
+    launch_reduction(plan, source, dv, finalize, workspace, stream);
+    if (!request.dx) return;
+    if (dv != nullptr) {
+      source.dy = dv;
+      source.saved = nullptr;
+      source.layer.activation = Activation::kNone;
+    }
+    if (with_maps) {
+      GradientTransformParams const transform{source, p.dx, plan.view.outer_stride, workspace.maps};
+      return (columns ? columns::launch_gradient_transform : planes::launch_gradient_transform)(
+          transform, stream);
+    }
   }
-  if (with_maps) {
-    GradientTransformParams const transform{p.dy, p.x, p.dx, plan.dtype, plan.view, workspace.maps};
-    (uses_columns(plan.view) ? columns::launch_gradient_transform
-                             : planes::launch_gradient_transform)(transform, stream);
-  } else if (wanted.dx) {
-    TransformParams transform{p.dy, p.dx, plan.dtype, plan.view, nullptr, {}};
-    transform.layer.running_var = p.running_var;
-    transform.layer.eps = p.eps;
-    transform.layer.gamma = p.gamma;
-    launch_transform(transform, stream);
-  }
+  if (source.layer.activation == Activation::kNone) return launch_scale(source, p.dx, stream);
+  GradientScaleParams const scale{source, p.dresidual, p.dx};
+  (columns ? columns::launch_gradient_scale : planes::launch_gradient_scale)(scale, stream);
 }
 
 }  // namespace cutlass_bn::batch_norm

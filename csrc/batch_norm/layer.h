@@ -26,16 +26,19 @@ struct Plan {
   int64_t tiles() const { return ceil_div(view.rows(), rows_per_tile); }
 };
 
-// Training: y, the statistics, the running ones and the counter.
+// Training: y = activation(BatchNorm(x) + residual), the statistics, the running ones and the
+// counter.
 struct ForwardParams {
-  void const* x = nullptr;    // as the plan's view says
-  void* y = nullptr;          // the same layout and dtype
+  void const* x = nullptr;         // as the plan's view says
+  void const* residual = nullptr;  // the same layout and dtype, as is y; null: none
+  void* y = nullptr;
   ChannelVector gamma, beta;  // [channels]; absent: 1, 0
-  FinalizeParams finalize;    // the batch's statistics and the running ones: stats, running_mean,
-                              // running_var, counter, momentum, eps
+  Activation activation = Activation::kNone;
+  FinalizeParams finalize;  // the batch's statistics and the running ones: stats, running_mean,
+                            // running_var, counter, momentum, eps
 };
 
-// aligned: x and y are at multiples of 16 bytes.
+// aligned: x, the residual and y are at multiples of 16 bytes.
 Plan plan_forward(ChannelView const& view, DType dtype, bool aligned);
 void launch_forward(Plan const& plan, ForwardParams const& params, void* workspace,
                     cudaStream_t stream);
@@ -43,27 +46,41 @@ void launch_forward(Plan const& plan, ForwardParams const& params, void* workspa
 // Eval: y from running statistics, in one kernel.
 void launch_inference(TransformParams const& params, cudaStream_t stream);
 
-// Which gradients a backward is asked for.
-struct Wanted {
-  bool dx = false, dgamma = false, dbeta = false;
+// What a backward is asked for, and what it is given for that.
+struct BackwardRequest {
+  ChannelView view;
+  DType dtype = DType::kFloat32;
+  Activation activation = Activation::kNone;
+  bool with_residual = false;  // one was added before the activation
+  bool of_batch = true;        // training
+  bool dx = false, dresidual = false, dgamma = false, dbeta = false;
+  bool aligned = false;  // all tensors of the view's size are at multiples of 16 bytes
+
+  bool any() const { return dx || dresidual || dgamma || dbeta; }
+  Saved saved() const { return saved_for(activation, with_residual); }
+  bool reads_saved() const { return any() && saved() != Saved::kNothing; }
+  // v has to be worked out again.
+  bool makes_v() const {
+    return any() && activation != Activation::kNone && saved() != Saved::kOutput;
+  }
+  bool reads_x() const { return (dx && of_batch) || dgamma || makes_v(); }
 };
 
 struct BackwardParams {
-  void const* dy = nullptr;  // as the plan's view says
-  void const* x = nullptr;   // the same layout and dtype, as is dx; read for dx in training and for
-                             // dgamma
-  void* dx = nullptr;
-  float const* stats = nullptr;             // [3, channels] of the training forward; null: eval
-  ChannelVector running_mean, running_var;  // [channels]; of eval, for dgamma and for dx and dgamma
-  double eps = 1e-5;                        // goes with running_var
-  ChannelVector gamma;                      // [channels]; absent: 1
-  MutableChannelVector dgamma, dbeta;       // [channels]
+  void const* dy = nullptr;      // as the plan's view says, of its dtype, as are the others here
+  void const* x = nullptr;       // where the request reads_x()
+  void const* saved = nullptr;   // y or the residual, as saved() says, where the request
+                                 // reads_saved()
+  void* dx = nullptr;            // where asked for, as are the other gradients
+  void* dresidual = nullptr;     // only with an activation: else it is dy
+  float const* stats = nullptr;  // [3, channels] of the training forward, with reads_x(); null:
+                                 // eval
+  Layer layer;                   // without bias and scale
+  MutableChannelVector dgamma, dbeta;  // [channels]
 };
 
-// of_batch: the gradients of training. aligned: all tensors are at multiples of 16 bytes.
-Plan plan_backward(ChannelView const& view, DType dtype, Wanted const& wanted, bool of_batch,
-                   bool aligned);
-void launch_backward(Plan const& plan, Wanted const& wanted, BackwardParams const& params,
+Plan plan_backward(BackwardRequest const& request);
+void launch_backward(Plan const& plan, BackwardRequest const& request, BackwardParams const& params,
                      void* workspace, cudaStream_t stream);
 
 }  // namespace cutlass_bn::batch_norm

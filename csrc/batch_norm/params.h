@@ -41,24 +41,51 @@ struct StatsParams {
 };
 
 struct TransformParams {
-  void const* x = nullptr;  // as `view` says
-  void* y = nullptr;        // the same layout and dtype
+  void const* x = nullptr;         // as `view` says
+  void const* residual = nullptr;  // the same layout and dtype, as is y; null: none
+  void* y = nullptr;
   DType dtype = DType::kFloat32;
   ChannelView view;
   float const* stats = nullptr;  // [3, channels] of common/finalize.h; null: the layer's running
                                  // statistics are used
-  Layer layer;                   // without bias, scale and activation; running_mean absent: 0
+  Layer layer;                   // without bias and scale; running_mean absent: 0
+};
+
+// What a backward has beside dy and x to find dv = dy * activation'(v), v = BatchNorm(x) or
+// BatchNorm(x) + residual: nothing without an activation or a residual; y, of whose sign the
+// derivatives of relu and leaky_relu are functions; or the residual, from which and x v is made
+// again.
+enum class Saved { kNothing, kOutput, kResidual };
+
+inline Saved saved_for(Activation activation, bool with_residual) {
+  if (activation == Activation::kNone || !with_residual) return Saved::kNothing;
+  bool const rectifies = activation == Activation::kRelu || activation == Activation::kLeakyRelu;
+  return rectifies ? Saved::kOutput : Saved::kResidual;
+}
+
+// dy, x and what the forward did.
+struct GradientSource {
+  void const* dy = nullptr;     // as `view` says, but for its dtype and row stride
+  void const* x = nullptr;      // as `view` says; null: not needed
+  void const* saved = nullptr;  // the same layout and dtype as x's; null: nothing
+  DType dtype = DType::kFloat32;
+  DType dy_dtype = DType::kFloat32;  // dtype; or float32, of matrices with nothing saved
+  ChannelView view;
+  int64_t dy_row_stride = 0;     // elements; the view's outer_stride but for matrices, 0 for the
+                                 // rows of an expanded dy
+  float const* stats = nullptr;  // [3, channels] of common/finalize.h; null: eval
+  Layer layer;                   // without bias
+
+  Saved saved_as() const { return saved_for(layer.activation, saved != nullptr); }
 };
 
 struct GradientSumsParams {
-  void const* dy = nullptr;  // as `view` says
-  void const* x = nullptr;   // the same layout and dtype; null: only dy is summed
-  DType dtype = DType::kFloat32;
-  ChannelView view;
-  ChannelVector mean;          // [channels], what x is centred on; only with x
+  GradientSource source;
+  void* dv = nullptr;          // where dv is stored, as source.saved lies; null: nowhere
   int64_t rows_per_tile = 0;   // of choose_gradient_rows_per_tile
-  float2* partials = nullptr;  // [ceil(rows / rows_per_tile), channels]: sums of dy and dy * (x -
-                               // mean) over a tile's rows
+  float2* partials = nullptr;  // [ceil(rows / rows_per_tile), channels]: sums of dv, and with x of
+                               // dv * (x - mean), over a tile's rows; of dv as it is stored where
+                               // something is saved
 };
 
 // dx = (dy - mean_dy - (x - mean) * slope) * gain + shift of one channel; shift is what rounding
@@ -89,60 +116,41 @@ struct GradientFinalizeParams {
   GradientMaps maps;            // absent: not asked for; only with stats
 };
 
+// dx of training. Of what is saved nothing is read: dv is, in place of dy and without an
+// activation.
 struct GradientTransformParams {
-  void const* dy = nullptr;  // as `view` says
-  void const* x = nullptr;   // the same layout and dtype, as is dx
-  void* dx = nullptr;
-  DType dtype = DType::kFloat32;
-  ChannelView view;
-  GradientMaps maps;  // of GradientFinalizeParams
+  GradientSource source;
+  void* dx = nullptr;         // as source.x lies, or as dy does
+  int64_t dx_row_stride = 0;  // elements; the view's outer_stride but for matrices
+  GradientMaps maps;          // of GradientFinalizeParams
+};
+
+// dv and dx = dv * gamma * invstd where no sums are needed: eval, or dv alone.
+struct GradientScaleParams {
+  GradientSource source;
+  void* dv = nullptr;  // as source.x lies; null: not asked for
+  void* dx = nullptr;  // the same; only without stats
 };
 
 // The whole of a training forward and backward, for channels that are kept on chip
 // (on_chip/plan.h).
 struct OnChipForwardParams {
-  void const* x = nullptr;  // as the plan's view says; a multiple of 16 bytes
-  void* y = nullptr;        // the same
+  void const* x = nullptr;         // as the plan's view says; a multiple of 16 bytes
+  void const* residual = nullptr;  // the same, as is y; null: none
+  void* y = nullptr;
   DType dtype = DType::kFloat32;
-  ChannelVector gamma, beta;   // [channels]; absent: 1, 0
+  ChannelVector gamma, beta;  // [channels]; absent: 1, 0
+  Activation activation = Activation::kNone;
   FinalizeParams finalize;     // without partials, tiles, scale and bias
   float4* exchange = nullptr;  // exchange_values() of the plan
 };
 
 struct OnChipBackwardParams {
-  void const* dy = nullptr;  // as the plan's view says; a multiple of 16 bytes
-  void const* x = nullptr;   // the same, as is dx
+  GradientSource source;  // multiples of 16 bytes, as are dv and dx
+  void* dv = nullptr;     // null: not asked for
   void* dx = nullptr;
-  DType dtype = DType::kFloat32;
   GradientFinalizeParams finalize;  // without partials, tiles and maps; with stats
   float4* exchange = nullptr;       // exchange_values() of the plan
-};
-
-// A matrix x whose columns are the channels, and the gradient of y = activation(v), v = (x - mean)
-// * (gamma * scale * invstd) + beta.
-struct ActivatedMatrix {
-  void const* dy = nullptr;  // [rows, channels], float32 or of x's dtype
-  void const* x = nullptr;   // [rows, channels]
-  DType dy_dtype = DType::kFloat32, x_dtype = DType::kFloat32;
-  int64_t rows = 0, channels = 0;
-  int64_t dy_row_stride = 0, x_row_stride = 0;  // elements; 0 for the rows of an expanded dy
-  Activation activation = Activation::kNone;
-};
-
-struct ActivatedSumsParams {
-  ActivatedMatrix matrix;
-  float const* stats = nullptr;      // [3, channels] of common/finalize.h
-  ChannelVector scale, gamma, beta;  // [channels]; absent: 1, 1, 0
-  int64_t rows_per_tile = 0;         // of choose_gradient_rows_per_tile
-  float2* partials = nullptr;  // [ceil(rows / rows_per_tile), channels]: sums of dv and dv * (x -
-                               // mean) over a tile's rows
-};
-
-struct ActivatedTransformParams {
-  ActivatedMatrix matrix;
-  void* dx = nullptr;         // [rows, channels], of x's dtype
-  int64_t dx_row_stride = 0;  // elements
-  GradientMaps maps;          // of GradientFinalizeParams, with offset
 };
 
 }  // namespace cutlass_bn::batch_norm

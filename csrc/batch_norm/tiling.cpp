@@ -93,8 +93,8 @@ int64_t choose_rows_per_tile(ChannelView const& view, DType dtype) {
   return choose_rows(view, dtype, kUnroll);
 }
 
-int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_x) {
-  return choose_rows(view, dtype, with_x ? kGradientLoads<true> : kGradientLoads<false>);
+int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_others) {
+  return choose_rows(view, dtype, with_others ? kGradientLoads<true> : kGradientLoads<false>);
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -30,9 +30,9 @@ inline constexpr int64_t kMaxRowsPerTile = int64_t(1) << 24;  // counts in a til
 inline constexpr int64_t kLongPlane = 2 * kMaxRowsPerTile;    // vectors; a tile touches at most two
                                                               // such planes
 
-// Vectors of each tensor in flight per thread where sums over dy, or over dy and x, are taken.
-template <bool kWithX>
-inline constexpr int kGradientLoads = kWithX ? kUnroll / 2 : kUnroll;
+// Vectors of each tensor in flight per thread where sums over dy, or over dy and others, are taken.
+template <bool kWithOthers>
+inline constexpr int kGradientLoads = kWithOthers ? kUnroll / 2 : kUnroll;
 
 // kPlaneBlocksPerSm for the column kernels, whose threads hold the state of V channels. 64 KB or
 // more are in flight per SM in any case.
@@ -111,7 +111,7 @@ inline int32_t column_block_vectors(ChannelView const& view, int V, int64_t aim 
 // Rows per tile that fill the current device evenly. Depends on nothing but its arguments and the
 // device.
 int64_t choose_rows_per_tile(ChannelView const& view, DType dtype);
-int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_x);
+int64_t choose_gradient_rows_per_tile(ChannelView const& view, DType dtype, bool with_others);
 
 // row_bytes: read per row, of all tensors.
 PlaneTiling tile_planes(ChannelView const& view, int64_t rows_per_tile, int V, int row_bytes);

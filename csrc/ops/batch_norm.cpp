@@ -1,5 +1,5 @@
-// activation(BatchNorm(input) + residual), over dim 1. Arguments are checked before anything is allocated,
-// launched or changed.
+// activation(BatchNorm(input) + residual), over dim 1. Arguments are checked before anything is
+// allocated, launched or changed.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
@@ -97,8 +97,7 @@ Tensor batch_norm_inference(Tensor const& any_input, std::optional<Tensor> const
 
 // Blocks that share a channel, channels at a time, chunks a warp, channels ahead; zeros where a
 // pass is of two kernels.
-std::tuple<int64_t, int64_t, int64_t, int64_t> batch_norm_plan(Tensor const& input,
-                                                               bool backward) {
+std::tuple<int64_t, int64_t, int64_t, int64_t> batch_norm_plan(Tensor const& input, bool backward) {
   check_input(input, "input");
   DType const dtype = dtype_of(input, "input");
   DeviceGuard const guard(input.get_device_index());

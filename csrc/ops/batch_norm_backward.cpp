@@ -109,9 +109,8 @@ Gradients gradients(Arguments const& a, BackwardRequest request, batch_norm::Bac
 Gradients batch_norm_backward(Tensor const& grad, std::optional<Tensor> const& input,
                               std::optional<Tensor> const& stats,
                               std::optional<Tensor> const& weight,
-                              std::optional<Tensor> const& bias,
-                              std::optional<Tensor> const& after, int64_t activation,
-                              bool input_grad, bool residual_grad,
+                              std::optional<Tensor> const& bias, std::optional<Tensor> const& after,
+                              int64_t activation, bool input_grad, bool residual_grad,
                               std::optional<ScalarType> weight_grad,
                               std::optional<ScalarType> bias_grad) {
   Arguments const arguments{grad, input, after, weight_grad, bias_grad};
@@ -125,13 +124,15 @@ Gradients batch_norm_backward(Tensor const& grad, std::optional<Tensor> const& i
   return gradients(arguments, request, params, gamma, beta);
 }
 
-Gradients batch_norm_inference_backward(
-    Tensor const& grad, std::optional<Tensor> const& input,
-    std::optional<Tensor> const& running_mean, std::optional<Tensor> const& running_var,
-    std::optional<Tensor> const& weight, std::optional<Tensor> const& bias,
-    std::optional<Tensor> const& after, double eps, int64_t activation, bool input_grad,
-    bool residual_grad, std::optional<ScalarType> weight_grad,
-    std::optional<ScalarType> bias_grad) {
+Gradients batch_norm_inference_backward(Tensor const& grad, std::optional<Tensor> const& input,
+                                        std::optional<Tensor> const& running_mean,
+                                        std::optional<Tensor> const& running_var,
+                                        std::optional<Tensor> const& weight,
+                                        std::optional<Tensor> const& bias,
+                                        std::optional<Tensor> const& after, double eps,
+                                        int64_t activation, bool input_grad, bool residual_grad,
+                                        std::optional<ScalarType> weight_grad,
+                                        std::optional<ScalarType> bias_grad) {
   Arguments const arguments{grad, input, after, weight_grad, bias_grad};
   BackwardRequest const request = checked_request(arguments, activation, false, input_grad,
                                                   residual_grad);

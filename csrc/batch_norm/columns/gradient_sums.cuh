@@ -2,40 +2,34 @@
 // channels_last) or planes are small.
 #pragma once
 
-#include <type_traits>
-
+#include "batch_norm/after.cuh"
 #include "batch_norm/block_walk.cuh"
-#include "batch_norm/gradient_map.cuh"
+#include "batch_norm/channel_affines.cuh"
 #include "batch_norm/gradient_sums.cuh"
-#include "common/activation_gradient.cuh"
-#include "common/affine.cuh"
 #include "common/launch.cuh"
 #include "common/packet.cuh"
 
 namespace cutlass_bn::batch_norm {
 
-// What y is of the normalised values. SameValues: themselves.
-struct SameValues {
-  static constexpr Activation kActivation = Activation::kNone;
-};
-// An activation of v = (x - mean) * (gamma * scale * invstd) + beta; then dv = dy * act'(v) is
-// summed in place of dy.
-template <Activation kOf>
-struct ActivatedValues {
-  static constexpr Activation kActivation = kOf;
-  float const* stats;  // [3, channels]
-  ChannelVector scale, gamma, beta;
-  int64_t dy_row_stride;  // elements; else dy's is that of x
+// Pointers as in GradientSumsParams.
+template <class G, class T>
+struct ColumnGradients {
+  G const* dy;
+  T const* x;
+  T const* saved;
+  T* dv;
+  int64_t dy_row_stride;
+  float2* partials;
+  ChannelAffines maps;
 };
 
-// Without x only dy is summed.
-template <class G, class T, int V, bool kWithX, class After>
+template <class G, class T, int V, class Of>
 __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
-    column_gradient_sums_kernel(G const* dy, T const* x, ChannelVector const mean_of_x,
-                                __grid_constant__ After const after, float2* partials,
-                                int64_t channels, __grid_constant__ ColumnTiling const t) {
-  constexpr bool kActivated = After::kActivation != Activation::kNone;
-  constexpr int kLoads = kGradientLoads<kWithX>;
+    column_gradient_sums_kernel(__grid_constant__ ColumnGradients<G, T> const p,
+                                __grid_constant__ Of const derivative,
+                                __grid_constant__ ColumnTiling const t) {
+  constexpr bool kWithX = Of::kWithX;
+  constexpr int kLoads = Of::kLoads;
   wait_for_previous_kernel();
   allow_next_kernel();
 
@@ -43,96 +37,114 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
   // the last block to the first, as in planes/gradient_sums.cu.
   Block const block = block_at(gridDim.x - 1 - blockIdx.x, t.order);
   int const row = threadIdx.x / t.block_vectors, vector = threadIdx.x - row * t.block_vectors;
+  int64_t const channels = p.maps.channels;
   int64_t const column = (int64_t(block.lane) * t.block_vectors + vector) * V;
   int64_t const first_channel = int64_t(block.lane) * t.block_channels;
   int64_t const first_row = block.tile * t.rows_per_tile;
   int const rows = static_cast<int>(min(int64_t(t.rows_per_tile), t.rows - first_row));
   bool const active = row < t.block_rows && column < t.columns;
-  int const row_bytes = int(sizeof(G) + (kWithX ? sizeof(T) : 0)) * V * t.block_vectors;
+  int const row_bytes = int(sizeof(G) + (Of::kTensors - 1) * sizeof(T)) * V * t.block_vectors;
   int const keep_rows = static_cast<int>(kept_bytes(blockIdx.x, t.order) / row_bytes);
   uint64_t const keep = evict_normal_policy(), stream = evict_first_policy();
 
-  // v's coefficients are read from here as they are used: kept in registers, they would not fit.
+  // First the channels' coefficients, in the end the threads' sums. Those of v are read from here
+  // as they are used: in registers they would not fit.
+  __shared__ GradientSums shared[kThreads * V];
+  constexpr int kColumns = V * kColumnVectors;
+  static_assert(sizeof(shared) >= 3 * kColumns * sizeof(float));
+  auto* const means = reinterpret_cast<float*>(shared);
+  auto* const maps = reinterpret_cast<float2*>(means + kColumns);  // gain, offset
   // Column vector * V + v is at v * kColumnVectors + vector, so that the threads of a warp read
   // adjacent words.
-  __shared__ float gain[kActivated ? V * kColumnVectors : 1],
-      offset[kActivated ? V * kColumnVectors : 1];
   float mean[V] = {};
-  if constexpr (kActivated) {
-    ChannelVector const stats{after.stats, DType::kFloat32};
-    for (int c = threadIdx.x; c < t.block_channels && first_channel + c < channels; c += kThreads) {
-      int64_t const channel = first_channel + c;
+  if constexpr (kWithX) {
+    int const block_columns = t.block_vectors * V;
+    for (int c = threadIdx.x; c < block_columns; c += kThreads) {
+      int64_t const channel = first_channel +
+                              (t.inner == 1 ? c : int(unsigned(c) / unsigned(t.inner)));
+      if (channel >= channels) break;
       int const at = c % V * kColumnVectors + c / V;
-      float const remainder = stats.load(channels + channel),
-                  invstd = stats.load(2 * channels + channel);
-      float const scale = after.scale.load_or(channel, 1.f),
-                  gamma = after.gamma.load_or(channel, 1.f);
-      gain[at] = gain_of(gamma, scale, invstd);
-      offset[at] = shift_of(after.beta.load_or(channel, 0.f), gain[at], remainder);
-    }
-    __syncthreads();
-  }
-  GradientSums sums[V];
-  if (active) {
-    if (kWithX) {
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        unsigned const within = vector * V + v;  // a column of the block
-        mean[v] = mean_of_x.load(first_channel +
-                                 (t.inner == 1 ? within : within / unsigned(t.inner)));
+      if constexpr (Of::kMakesV) {
+        Affine const map = p.maps.at(channel);
+        means[at] = map.mean, maps[at] = {map.gain, map.shift};
+      } else {
+        means[at] = p.maps.mean_at(channel);
       }
     }
-    Packets<G, V> gradients[kLoads];
-    Packet<T, V> values[kLoads];
-    auto const add_step = [&] {
+    __syncthreads();
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        int const at = kActivated ? v * kColumnVectors + vector : 0;
-        GradientSums step;
+    for (int v = 0; v < V; ++v) mean[v] = active ? means[v * kColumnVectors + vector] : 0.f;
+  }
+
+  GradientSums sums[V];
+  if (active) {
+    Packets<G, V> gradients[kLoads];
+    Packet<T, V> values[kLoads], saved[kLoads];
+    int64_t const stride = t.block_rows * t.row_stride, dy_stride = t.block_rows * p.dy_row_stride;
+    int64_t from = (first_row + row) * t.row_stride + column,
+            dy_from = (first_row + row) * p.dy_row_stride + column;
+    auto const load = [&](int u, uint64_t policy) {
+      gradients[u].load(p.dy + dy_from + u * dy_stride, policy);
+      if (kWithX) values[u].load(p.x + from + u * stride, policy);
+      if (Of::kReadsSaved) saved[u].load(p.saved + from + u * stride, policy);
+    };
+    auto const dv_of = [&](int u, int v, float dy, float2 map) {
+      return derivative(dy, kWithX ? values[u][v] - mean[v] : 0.f, map.x, map.y,
+                        Of::kReadsSaved ? saved[u][v] : 0.f);
+    };
+    auto const map_of = [&](int v) {
+      if constexpr (Of::kMakesV) {
+        return maps[v * kColumnVectors + vector];
+      } else {
+        return float2{};
+      }
+    };
+    // count: vectors that are there; of the others dy is 0, which adds nothing.
+    auto const add_step = [&](int count) {
+      if constexpr (Of::kReadsSaved) {  // dv as it is stored
 #pragma unroll
         for (int u = 0; u < kLoads; ++u) {
-          float const centred = kWithX ? values[u][v] - mean[v] : 0.f;
-          float const activated = kActivated ? fmaf(centred, gain[at], offset[at]) : 0.f;
-          float const dv = activation_gradient<After::kActivation>(gradients[u][v], activated);
+          Packet<G, V>& gradient = gradients[u].part[0];
+          gradient.transform([&](int v, float dy) { return dv_of(u, v, dy, map_of(v)); });
+          if (p.dv != nullptr && u < count) gradient.store(p.dv + from + u * stride);
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        GradientSums step;
+        float2 const map = Of::kReadsSaved ? float2{} : map_of(v);
+#pragma unroll
+        for (int u = 0; u < kLoads; ++u) {
+          float const dv = Of::kReadsSaved ? gradients[u][v] : dv_of(u, v, gradients[u][v], map);
           step.dy += dv;
-          if (kWithX) step.product = fmaf(dv, centred, step.product);
+          if (kWithX) step.product = fmaf(dv, values[u][v] - mean[v], step.product);
         }
         add(sums[v], step);
       }
     };
-    int64_t dy_row_stride = t.row_stride;
-    if constexpr (!std::is_same_v<After, SameValues>) dy_row_stride = after.dy_row_stride;
-    int64_t const stride = t.block_rows * t.row_stride, dy_stride = t.block_rows * dy_row_stride;
-    int64_t from = (first_row + row) * t.row_stride + column,
-            dy_from = (first_row + row) * dy_row_stride + column;
     int const step = t.block_rows * kLoads;
     int r = row;
     for (; r + step - t.block_rows < rows;
          r += step, from += kLoads * stride, dy_from += kLoads * dy_stride) {
       uint64_t const policy = r >= rows - keep_rows ? keep : stream;
 #pragma unroll
-      for (int u = 0; u < kLoads; ++u) {
-        gradients[u].load(dy + dy_from + u * dy_stride, policy);
-        if (kWithX) values[u].load(x + from + u * stride, policy);
-      }
-      add_step();
+      for (int u = 0; u < kLoads; ++u) load(u, policy);
+      add_step(kLoads);
     }
     if (r < rows) {
+      int const left = (rows - r + t.block_rows - 1) / t.block_rows;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
-        gradients[u] = {}, values[u] = {};  // a gradient of 0 adds nothing
-        if (r + u * t.block_rows < rows) {
-          gradients[u].load(dy + dy_from + u * dy_stride, keep);
-          if (kWithX) values[u].load(x + from + u * stride, keep);
-        }
+        gradients[u] = {}, values[u] = {}, saved[u] = {};
+        if (u < left) load(u, keep);
       }
-      add_step();
+      add_step(left);
     }
   }
 
+  if constexpr (kWithX) __syncthreads();  // nobody reads coefficients any more
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its sums
   // to the lower half.
-  __shared__ GradientSums shared[kThreads * V];
   GradientSums* const mine = shared + threadIdx.x * V;
   for (int alive = t.block_rows; alive > 1;) {
     int const half = (alive + 1) / 2;
@@ -149,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     alive = half;
   }
 
-  float2* const out = partials + block.tile * channels + first_channel;
+  float2* const out = p.partials + block.tile * channels + first_channel;
   if (t.inner == 1) {
     if (active && row == 0) {
 #pragma unroll

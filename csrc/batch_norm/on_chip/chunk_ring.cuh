@@ -31,6 +31,11 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                              barrier);
 }
 
+// Into L2, for loads that follow soon; a multiple of 16 bytes.
+__device__ __forceinline__ void prefetch(void const* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // A place in the sequence of a warp's chunks of a channel.
 struct ChunkCursor {
   int channel, chunk, piece;
@@ -104,6 +109,7 @@ struct ChunkRing {
           ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, slot(next_slot, t),
                              pass.source(t) + next.offset, bytes, barrier);
         }
+        if constexpr (Pass::kReadsWhenSummed) prefetch(pass.beside() + next.offset, bytes);
       }
       if (++next_slot == plan.slots) next_slot = 0;
       --free_slots, ++in_flight;
@@ -118,8 +124,9 @@ struct ChunkRing {
     produce();
   }
 
-  // After read(), by all lanes.
+  // After the last read(), by all lanes.
   __device__ __forceinline__ void consumer_release() {
+    if constexpr (Pass::kWritesBack) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     __syncwarp();
     ++free_slots;
     produce();
@@ -135,6 +142,12 @@ struct ChunkRing {
         if (lane + 32 * u < vectors) values[t][u] = from[32 * u];
       }
     }
+  }
+
+  // Vector lane + 32 * u of the first tensor, for the same lane to read.
+  __device__ __forceinline__ void write(RingPosition const& at, int u,
+                                        Packet<T, V> const& value) const {
+    reinterpret_cast<Packet<T, V>*>(slot(at.slot, 0))[lane + 32 * u] = value;
   }
 };
 

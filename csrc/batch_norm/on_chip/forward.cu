@@ -1,4 +1,5 @@
 // BatchNorm of a batch in one kernel.
+#include "batch_norm/after.cuh"
 #include "batch_norm/kernels.h"
 #include "batch_norm/on_chip/kernel.cuh"
 #include "batch_norm/tile_moments.cuh"
@@ -8,9 +9,11 @@
 namespace cutlass_bn::batch_norm {
 namespace {
 
-template <class T>
+template <class T, class Act, bool kResidual>
 struct ForwardPass {
   static constexpr int V = kVectorWidth<T>, kTensors = 1;
+  static constexpr bool kReadsWhenSummed = false, kReadsWhenMapped = kResidual, kWritesBack = false;
+  using Centre = float;
   using Values = Packet<T, V>[1][kLaneVectors];
   using Sums = TileMoments;
   using Map = Affine;
@@ -24,12 +27,15 @@ struct ForwardPass {
     float gamma, beta;
   };
 
+  Act act;
   T const* x;
+  T const* residual;
   T* y;
   ChannelVector gamma, beta;
   FinalizeParams finalize;
 
   __device__ __forceinline__ T const* source(int) const { return x; }
+  __device__ __forceinline__ T const* beside() const { return residual; }
   __device__ __forceinline__ T* target() const { return y; }
   __device__ __forceinline__ float centre(int) const { return 0.f; }
 
@@ -48,7 +54,8 @@ struct ForwardPass {
     return {mean, 0.f, 0.f};
   }
 
-  __device__ __forceinline__ void add(Running& r, Values const& values, int u) const {
+  __device__ __forceinline__ void add(Running& r, Values const& values, int u,
+                                      Packet<T, V> const&) const {
     float sum = 0.f, square = 0.f;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -103,8 +110,12 @@ struct ForwardPass {
     return affine(stats.mean, stats.remainder, in.gamma * stats.invstd, in.beta);
   }
 
-  __device__ __forceinline__ void apply(Map const& map, Values& values, int u) const {
-    values[0][u].transform([&](int, float v) { return map(v); });
+  __device__ __forceinline__ void apply(Map const& map, Values& values, int u,
+                                        Packet<T, V> const& beside) const {
+    values[0][u].transform([&](int i, float value) {
+      float const normalised = map(value);
+      return act(kResidual ? normalised + beside[i] : normalised);
+    });
   }
 };
 
@@ -115,9 +126,20 @@ bool on_chip::launch_forward(OnChipForwardParams const& p, OnChipPlan const& pla
   bool launched = false;
   dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    ForwardPass<T> const pass{static_cast<T const*>(p.x), static_cast<T*>(p.y), p.gamma, p.beta,
-                              p.finalize};
-    launched = launch<T>(pass, plan, p.exchange, stream);
+    dispatch_activated<kVectorWidth<T>>(p.activation, [&](auto act) {
+      auto const launch_pass = [&](auto residual) {
+        ForwardPass<T, decltype(act), decltype(residual)::value> const pass{
+            act,
+            static_cast<T const*>(p.x),
+            static_cast<T const*>(p.residual),
+            static_cast<T*>(p.y),
+            p.gamma,
+            p.beta,
+            p.finalize};
+        launched = launch<T>(pass, plan, p.exchange, stream);
+      };
+      p.residual == nullptr ? launch_pass(std::false_type{}) : launch_pass(std::true_type{});
+    });
   });
   if (launched) launch_count_after(p.finalize, stream);
   return launched;

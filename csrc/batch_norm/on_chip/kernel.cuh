@@ -2,13 +2,19 @@
 //
 //   kTensors          that are kept on chip
 //   source(tensor), target()
+//   kReadsWhenSummed, kReadsWhenMapped
+//                     whether a further tensor, beside(), is read past shared memory when a channel
+//                     is summed or mapped
+//   kWritesBack       whether add() changes the vector of the first tensor
 //   Running           a lane's sums of a channel
 //   Sums              those of a warp or a block
 //   Map               from a channel's values to its output
 //   Inputs            a channel's parameters, for its end
-//   centre(channel)   what the sums of a channel are taken around, if it is known before
+//   Centre            what the sums of a channel are taken around, if it is known before
+//   centre(channel)
 //   start(...)        Running, given the first chunk of a warp
-//   add(...)          a vector to Running
+//   add(...)          a vector to Running, given that of beside()
+//   added(...)        stores what add() made of the vector
 //   add_up(running)   over the lanes; lane 0 has the result, and all lanes where sums can cancel
 //   sums(...)         Running, added up, to Sums
 //   cancels(...)      whether Running has to be taken again, around again(sums)
@@ -16,7 +22,7 @@
 //   partial(sums)     what a block publishes; .w is not 0
 //   finish(...)       from what the blocks published to the Map, in lane 0; stores the channel's
 //                     results if it is told to
-//   apply(...)        Map to a vector of each tensor, in place in the first
+//   apply(...)        Map to a vector of each tensor, in place in the first, given that of beside()
 #pragma once
 
 #include <cooperative_groups.h>
@@ -49,30 +55,48 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
   constexpr int V = kVectorWidth<T>, kTensors = Pass::kTensors;
   ChunkWalk<V> const& walk = ring.walk;
   int const lane = ring.lane, depth = plan.ahead + 1;
-  Packet<T, V> values[kTensors][kLaneVectors];
+  Packet<T, V> values[kTensors][kLaneVectors], beside[kLaneVectors];
   RingPosition sum_at, map_at;            // in the ring
   RingPosition sum_channel, map_channel;  // among the channels under way
   int to_sum = first_channel;
-  float centre = pass.centre(first_channel);
+  typename Pass::Centre centre = pass.centre(first_channel);
+
+  auto const load_beside = [&](ChunkCursor const& at) {
+    T const* const from = pass.beside() + at.offset + lane * V;
+    int const vectors = at.vectors(plan);
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      if (lane + 32 * u < vectors) beside[u].load(from + 32 * u * V);
+    }
+  };
 
   auto const sum_next = [&] {
     typename Pass::Running running{};
-    float const own_centre = centre;
+    typename Pass::Centre const own_centre = centre;
     int vectors_seen = 0;
     if (to_sum + plan.groups < plan.channels) centre = pass.centre(to_sum + plan.groups);
     RingPosition const begin = sum_at;
-    auto const add_chunk = [&](int vectors) {
+    auto const add_chunk = [&](ChunkCursor const& at, int vectors) {
 #pragma unroll
       for (int u = 0; u < kLaneVectors; ++u) {
-        if (lane + 32 * u < vectors) pass.add(running, values, u);
+        if (lane + 32 * u >= vectors) continue;
+        pass.add(running, values, u, beside[u]);
+        if constexpr (Pass::kWritesBack) {
+          ring.write(sum_at, u, values[0][u]);
+          pass.added(values[0][u], at.offset + (lane + 32 * u) * V);
+        }
       }
     };
     for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
       int const vectors = at.vectors(plan);
+      if constexpr (Pass::kReadsWhenSummed) load_beside(at);
       ring.consumer_wait(sum_at);
       ring.read(sum_at, vectors, values);
       if (vectors_seen == 0) running = pass.start(own_centre, values, vectors);
-      add_chunk(vectors);
+      add_chunk(at, vectors);
+      if constexpr (Pass::kReadsWhenMapped) {
+        if (lane == 0) prefetch(pass.beside() + at.offset, vectors * 16);
+      }
       vectors_seen += vectors;
       sum_at.advance(plan.slots);
     }
@@ -84,7 +108,7 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
       for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
         int const vectors = at.vectors(plan);
         ring.read(sum_at, vectors, values);
-        add_chunk(vectors);
+        add_chunk(at, vectors);
         sum_at.advance(plan.slots);
       }
       pass.add_up(running);
@@ -101,10 +125,14 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
   for (int i = 0; i < plan.ahead && to_sum < plan.channels; ++i) sum_next();
   for (int channel = first_channel; channel < plan.channels; channel += plan.groups) {
     if (to_sum < plan.channels) sum_next();
+    ChunkCursor at = walk.begin(channel);
+    if constexpr (Pass::kReadsWhenMapped) {
+      if (!walk.at_end(at)) load_beside(at);
+    }
     wait(shared.mapped + map_channel.slot, map_channel.phase);
     typename Pass::Map const map = shared.maps[map_channel.slot];
     map_channel.advance(depth);
-    for (ChunkCursor at = walk.begin(channel); !walk.at_end(at); walk.advance(at)) {
+    while (!walk.at_end(at)) {
       int const vectors = at.vectors(plan);
       ring.read(map_at, vectors, values);
       ring.consumer_release();
@@ -112,11 +140,15 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
 #pragma unroll
       for (int u = 0; u < kLaneVectors; ++u) {
         if (lane + 32 * u < vectors) {
-          pass.apply(map, values, u);
+          pass.apply(map, values, u, beside[u]);
           values[0][u].store(to + 32 * u * V);
         }
       }
       map_at.advance(plan.slots);
+      walk.advance(at);
+      if constexpr (Pass::kReadsWhenMapped) {
+        if (!walk.at_end(at)) load_beside(at);
+      }
     }
   }
 }
