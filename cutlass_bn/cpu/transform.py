@@ -111,8 +111,10 @@ def gradients(
 def _centre(dy: Tensor) -> Vector:
     """[C] to take from dy, or None where its means are within a deviation of zero, as a few samples
     show."""
-    samples = dy[:: max(1, dy.size(0) // 8)].reshape(-1, dy.size(1), dy[0, 0].numel())
-    samples = samples[..., :: max(1, samples.size(2) // 16)]
+    plane = dy[0, 0].numel()
+    rows = 128 // min(plane, 16)  # fewer samples would often take chance for a mean
+    samples = dy[:: max(1, dy.size(0) // rows)].reshape(-1, dy.size(1), plane)
+    samples = samples[..., :: max(1, plane // 16)]
     var, mean = torch.var_mean(samples.to(vector_dtype(dy.dtype)), (0, 2), correction=0)
     far = (mean.square() > var) & mean.isfinite()  # what isn't finite has no say
     return torch.where(far, mean, 0.0) if far.any() else None

@@ -46,6 +46,10 @@ def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view([1, -1] + [1] * (like.dim() - 2))
 
 
+def _sum(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x)).sum(_reduced_dims(x))
+
+
 def _reduced_dims(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
@@ -149,32 +153,44 @@ def _through_activation(ctx: Any, grad: Tensor, after: Tensor | None) -> tuple[T
     return activation.backward(grad, after.detach()), 0
 
 
+def _by_definition(
+    asked: _Asked,
+    grad: Tensor,
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    statistics: tuple[Tensor | None, Tensor | None],
+    eps: Any,
+    activation: int,
+) -> list[Tensor | None]:
+    """The gradients, differentiable. tensors: input, residual, weight, bias."""
+    input, residual, weight, bias = tensors
+    vectors, of_batch = (*statistics, None, weight, bias), statistics[0] is None
+    y = reference.batch_norm(input, *vectors, of_batch, 0.0, eps, NAMES[activation], residual)
+    wanted = [t for t, needed in zip(tensors, asked, strict=True) if needed and t is not None]
+    options = {"create_graph": True, "materialize_grads": True}
+    found = iter(torch.autograd.grad(y, wanted, grad, **options))
+    return [next(found) if needed else None for needed in asked]
+
+
 def _differentiable_gradients(ctx: Any, asked: _Asked, grad: Tensor) -> list[Tensor | None]:
     input, stats, weight, bias, after = ctx.saved_tensors
     with torch.enable_grad():
         grad, activation = _through_activation(ctx, grad, after)
-        if activation == 0:
-            after = None
-        wide_sum = grad.to(wide_dtype(grad)).sum
-        dbias = wide_sum(_reduced_dims(grad)).to(ctx.bias_dtype) if asked.bias else None
-        dresidual = grad if asked.residual else None
-        if input is None or not (asked.input or asked.weight or activation):
-            return [None, dresidual, None, dbias]
         eps: Any = 0.0
-        if input.numel():
+        if input is not None and input.numel():
             with torch.no_grad():  # what invstd says beyond the variance
                 variance = torch.var(input.double(), _reduced_dims(input), correction=0)
                 eps = stats[2].double().pow(-2) - variance
-        y = reference.batch_norm(
-            input, None, None, None, weight, bias, True, 0.0, eps, NAMES[activation], after
-        )
-        if activation == 0:
-            asked = _Asked(asked.input, False, asked.weight, False)
-        candidates = zip((input, after, weight, bias), asked, strict=True)
-        wanted = [tensor for tensor, needed in candidates if needed]
-        found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-    by_graph = [next(found) if needed else None for needed in asked]
-    return by_graph if activation else [by_graph[0], dresidual, by_graph[2], dbias]
+        if activation:
+            tensors = input, after, weight, bias
+            return _by_definition(asked, grad, tensors, (None, None), eps, activation)
+        dbias = _sum(grad).to(ctx.bias_dtype) if asked.bias else None
+        dx = dweight = None
+        if asked.input or asked.weight:
+            of_input = asked._replace(residual=False, bias=False)
+            tensors = input, None, weight, None
+            found = _by_definition(of_input, grad, tensors, (None, None), eps, 0)
+            dx, _, dweight, _ = found
+    return [dx, grad if asked.residual else None, dweight, dbias]
 
 
 def _save_for_inference(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -210,34 +226,25 @@ def _inference_backward(op: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, 
 def _differentiable_inference_gradients(
     ctx: Any, asked: _Asked, grad: Tensor
 ) -> list[Tensor | None]:
-    """dx = dv * weight * invstd; the running statistics are constants."""
+    """Without an activation dx = dy * weight * invstd, and that without input."""
     input, mean, var, weight, bias, after = ctx.saved_tensors
     wide = wide_dtype(grad)
-    dx = dweight = dbias = invstd = None
     with torch.enable_grad():
-        if var is not None:
-            invstd = torch.rsqrt(var.to(wide) + ctx.eps)
-        centred = None if input is None else input.to(wide) - _per_channel(mean.to(wide), input)
-        gain = invstd if weight is None or invstd is None else invstd * weight
         grad, activation = _through_activation(ctx, grad, after)
         if activation:
-            assert centred is not None
-            assert gain is not None
-            v = centred * _per_channel(gain, centred)
-            v = v if bias is None else v + _per_channel(bias.to(wide), v)
-            v = v if after is None else v + after
-            grad = ACTIVATIONS[NAMES[activation]].backward(grad.to(wide), v).to(grad.dtype)
-        wide_grad = grad.to(wide)
+            tensors = input, after, weight, bias
+            return _by_definition(asked, grad, tensors, (mean, var), ctx.eps, activation)
+        invstd = None if var is None else torch.rsqrt(var.to(wide) + ctx.eps)
+        dx = dweight = None
         if asked.input:
-            assert gain is not None
-            dx = (wide_grad * _per_channel(gain, grad)).to(grad.dtype)
-        if asked.weight:
-            assert centred is not None
             assert invstd is not None
-            dweight = (centred * wide_grad).sum(_reduced_dims(grad)) * invstd
-            dweight = dweight.to(ctx.weight_dtype)
-        if asked.bias:
-            dbias = wide_grad.sum(_reduced_dims(grad)).to(ctx.bias_dtype)
+            gain = invstd if weight is None else invstd * weight
+            dx = (grad.to(wide) * _per_channel(gain, grad)).to(grad.dtype)
+        if asked.weight:
+            assert invstd is not None
+            centred = input.to(wide) - _per_channel(mean.to(wide), input)
+            dweight = (_sum(centred * grad.to(wide)) * invstd).to(ctx.weight_dtype)
+        dbias = _sum(grad).to(ctx.bias_dtype) if asked.bias else None
     return [dx, grad if asked.residual else None, dweight, dbias]
 
 
