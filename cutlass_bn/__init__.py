@@ -6,6 +6,7 @@ from . import functional
 from ._explain import Plan, explain
 from ._library import build_info, library_is_loaded
 from ._version import __version__
+from .convert import convert, revert
 from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     "Plan",
     "__version__",
     "build_info",
+    "convert",
     "explain",
     "functional",
     "library_is_loaded",
+    "revert",
 ]
 
 

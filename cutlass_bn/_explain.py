@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
 from . import _library, functional
 from .functional import _policy
-from .modules import BatchNorm2d, LinearBatchNorm1d
+from .convert._report import Report, report
+from .modules import LinearBatchNorm1d
+from .modules._fusible import NORMS
+from .ops import _layout
 from .ops import batch_norm as batch_norm_ops
 from .ops import linear_batch_norm as linear_ops
 
@@ -20,10 +23,10 @@ class Plan(NamedTuple):
 
     path: of a LinearBatchNorm1d "fused" (CUTLASS GEMM with the batch norm in its epilogue),
         "portable" (torch.mm and our kernels around it) or "unfused modules" (its children one by
-        one); of a BatchNorm2d "kernels"; of both "cpu" (PyTorch's kernels, as exact as ours),
+        one); of a BatchNorm "kernels"; of both "cpu" (PyTorch's kernels, as exact as ours),
         "torch" (what torch.nn would do) or "reference" (the float64 definition).
     tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products emulate fp32) or, of
-        a BatchNorm2d, the memory format ("NCHW", "channels_last") and, in training, which passes read the input from
+        a BatchNorm, the memory format ("NCHW", "channels_last") and, in training, which passes read the input from
         memory once ("on chip forward and backward", "on chip forward", "on chip backward"; else they read it twice; not
         said of an input that is copied first).
     reason: why not the fastest path, "" where it is the fastest.
@@ -38,23 +41,46 @@ class Plan(NamedTuple):
         return f"{self.path}: {details}" if details else self.path
 
 
-def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan:
+@overload
+def explain(target: nn.Module) -> Report: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan: ...
+
+
+def explain(
+    target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Plan | Report:
     """The plan of `target(*args, **kwargs)`, which is not run: no data is read and no state changes.
 
+    Of a module and no arguments: a report, a dict that gives for the qualified name of each
+    BatchNorm, Linear and activation in it how it is fused, or why it is left alone.
+
     Args:
-        target: a LinearBatchNorm1d, a BatchNorm2d, functional.linear_batch_norm or functional.batch_norm.
+        target: a LinearBatchNorm1d, a BatchNorm1d, 2d or 3d, a BatchNormAct2d,
+            functional.linear_batch_norm or functional.batch_norm; for a report, any module.
 
     Raises:
         TypeError: another target, or arguments that it doesn't take.
         RuntimeError: CUDA tensors without the compiled library, or operands that don't fit together.
     """
-    for kind, plan in _PLANS:
-        if target is kind or (isinstance(kind, type) and isinstance(target, kind)):
-            return plan(target, *args, **kwargs)
+    if isinstance(target, nn.Module):
+        if not args and not kwargs:
+            return report(target)
+        for cls in type(target).__mro__:
+            if cls is LinearBatchNorm1d:
+                return _plan_linear_module(target, *args, **kwargs)
+            if cls in NORMS:
+                return _plan_batch_norm_module(target, *args, **kwargs)
+    elif target is functional.linear_batch_norm:
+        return _plan_linear(target, *args, **kwargs)
+    elif target is functional.batch_norm:
+        return _plan_batch_norm(target, *args, **kwargs)
     raise TypeError(f"expected a module or function of cutlass_bn, got {target!r}")
 
 
-def _plan_linear_module(module: LinearBatchNorm1d, input: Tensor) -> Plan:
+def _plan_linear_module(module: Any, input: Tensor) -> Plan:
     reason = module.reason_not_fused(input)
     if reason is not None:
         return Plan("unfused modules", "", reason)
@@ -79,8 +105,8 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     return Plan(path, f"{tile} tile" if tile else "", reason)
 
 
-def _plan_batch_norm_module(module: BatchNorm2d, input: Tensor) -> Plan:
-    reason = module.reason_for_torchs(input)
+def _plan_batch_norm_module(module: Any, input: Tensor, residual: Tensor | None = None) -> Plan:
+    reason = module.reason_for_torchs(input, residual)
     if reason is not None:
         return Plan("torch", "", reason)
     statistics = (module.running_mean, module.running_var)
@@ -104,9 +130,9 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     if reason is not None:
         return Plan(_policy.choose(input, input.dtype, *vectors), "", reason)
     _library.require()
-    channels_last = not input.is_contiguous() and _policy.is_channels_last(input)
+    channels_last = not input.is_contiguous() and _layout.is_channels_last(input)
     layout = "channels_last" if channels_last else "NCHW"
-    if not _policy.is_dense(input):
+    if not _layout.is_dense(input):
         return Plan("kernels", layout, "the input is copied to dense memory first")
     if a["training"] and not channels_last:
         passes = {"forward": False, "backward": True}
@@ -116,10 +142,3 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
         layout += f", on chip {on_chip}" if on_chip else ""
     return Plan("kernels", layout, "")
 
-
-_PLANS: tuple[tuple[Any, Callable[..., Plan]], ...] = (
-    (LinearBatchNorm1d, _plan_linear_module),
-    (functional.linear_batch_norm, _plan_linear),
-    (BatchNorm2d, _plan_batch_norm_module),
-    (functional.batch_norm, _plan_batch_norm),
-)

@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import nn
 
+LEFT_ALONE = "_left_alone_by_convert"  # set on a module that convert's filter_fn refused
+
+NORMS: set[type] = set()  # our modules, by exact class
+
 # Of the exact types of activations, the name of what an instance computes, or None: not one of ours.
 ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
     nn.ReLU: lambda module: "relu",
@@ -16,22 +20,24 @@ ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
 }
 
 
-def is_unchanged(module: nn.Module) -> bool:
+def is_fusible(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's forward, and no more."""
+    attributes = module.__dict__
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or "forward" in attributes
+        or LEFT_ALONE in attributes
     )
 
 
 def activation_of(module: nn.Module) -> str | None:
     """The activation that may be computed in the module's place, or None."""
     name_of = ACTIVATION_OF.get(type(module))
-    return name_of(module) if name_of is not None and is_unchanged(module) else None
+    return name_of(module) if name_of is not None and is_fusible(module) else None
 
 
 def is_identity(module: nn.Module) -> bool:
-    return type(module) is nn.Identity and is_unchanged(module)
+    return type(module) is nn.Identity and is_fusible(module)

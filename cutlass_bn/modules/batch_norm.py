@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._activations import ACTIVATIONS, check_activation
 from ..functional._batch_norm import batch_norm_with_counter
+from ._fusible import NORMS
 from ._leaf import Leaf
 from ._subclass import PLAIN, why_not_plain
 
@@ -136,3 +137,6 @@ class BatchNorm3d(ActivatedBatchNorm, nn.BatchNorm3d, Leaf):
     Shape:
         input and residual [N, C, D, H, W]; output the same.
     """
+
+
+NORMS.update((BatchNorm1d, BatchNorm2d, BatchNorm3d))

@@ -7,7 +7,7 @@ from timm.layers._fx import register_notrace_module
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from ._fusible import ACTIVATION_OF, activation_of, is_identity
+from ._fusible import ACTIVATION_OF, NORMS, activation_of, is_identity
 from ._leaf import Leaf
 from .batch_norm import ActivatedBatchNorm, normalise
 
@@ -46,6 +46,7 @@ class BatchNormAct2d(norm_act.BatchNormAct2d, Leaf):
     reason_for_torchs = ActivatedBatchNorm.reason_for_torchs
 
 
+NORMS.add(BatchNormAct2d)
 # By class, as timm looks up what it was given as norm_layer; names stay timm's own.
 create_norm_act._NORM_ACT_TYPES.add(BatchNormAct2d)
 create_norm_act._NORM_ACT_REQUIRES_ARG.add(BatchNormAct2d)
