@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import functional
-from ._explain import Plan, explain
+from ._explain import Plan, Report, explain
 from ._library import build_info, library_is_loaded
 from ._version import __version__
 from .convert import convert, revert
@@ -15,6 +15,7 @@ __all__ = [
     "BatchNorm3d",
     "LinearBatchNorm1d",
     "Plan",
+    "Report",
     "__version__",
     "build_info",
     "convert",

@@ -31,7 +31,11 @@ if [ -z "$installed" ] || { [ -n "${TORCH_VERSION:-}" ] && [ "${installed%+*}" !
   fi
 fi
 
+# So that torchvision is the one for this torch, instead of torch the one for the newest torchvision.
+"$venv/bin/python" -c 'import torch; print("torch==" + torch.__version__)' >"$venv/constraints.txt"
+constraints=$(cd "$venv" && pwd)/constraints.txt
+
 "${pip[@]}" 'scikit-build-core>=0.11' 'cmake>=3.25' ninja
 cd "$root"
-PATH="$venv/bin:$PATH" "${pip[@]}" --no-build-isolation \
+PATH="$venv/bin:$PATH" "${pip[@]}" --no-build-isolation --constraint "$constraints" \
   --config-settings=cmake.define.CUTLASS_BN_CUDA=OFF --editable '.[dev]'
