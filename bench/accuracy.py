@@ -20,6 +20,7 @@ from split_cases import OPERANDS, UNIT, Matrix, identity, normal, sparse, times,
 from torch import Tensor
 
 import cutlass_bn
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
 from .cases import Options, matmul_precision
 from .errors import ProductError, fail, of_products
@@ -39,7 +40,11 @@ POINT_SECONDS, POINT_ROUNDS = 0.06, 20
 ERROR_ROWS = 512  # of x whose errors are measured there
 
 
-PRODUCTS = {SGEMM: torch.mm, SPLIT: lambda a, b: torch.ops.cutlass_bn.split_matmul(a, b)}
+def split_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.cutlass_bn.fp32_matmul(a, b, FP32_PRODUCTS["split"], always_split=True)
+
+
+PRODUCTS = {SGEMM: torch.mm, SPLIT: split_product}
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,7 @@ def layer_plan(x: Tensor, w: Tensor) -> tuple[str, str]:
 
 def exact_tiles(x: Tensor, w: Tensor) -> float:
     """The share of x W^T's tiles with a product that the split leaves to the exact kernel."""
-    census = (split_cases.split_reference(matrix)[2] for matrix in (x, w))
-    left = split_cases.left_to_exact_kernel(*census, x.size(1))
+    left = split_cases.left_to_exact_kernel(x, w)
     tiles = [part.any() for rows in left.split(TILE[0]) for part in rows.split(TILE[1], 1)]
     return torch.stack(tiles).double().mean().item()
 

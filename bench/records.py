@@ -23,7 +23,7 @@ OURS_COMPILED = "cutlass_bn, compiled"  # our module under torch.compile; of ste
 EAGER, COMPILE, GEMM, COPY = "eager", "compile", "gemm", "copy"
 IEEE = "cutlass_bn ieee_fp32"
 SGEMM = "SGEMM"  # torch.mm in IEEE float32, by cuBLAS
-SPLIT = "split_matmul"  # splits of both operands included
+SPLIT = "split_matmul"  # fp32_matmul, always split; splits of both operands included
 LIMITS = (COPY, GEMM)  # a part of the work only, there to compare with
 
 OK = "ok"

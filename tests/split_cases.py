@@ -18,9 +18,9 @@ UNIT = 2.0**-24  # the rounding error of float32
 Matrix = Callable[[int, int, str], Tensor]  # of rows, k and device
 
 
-def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What split_fp32 returns: planes, exponents, census."""
-    x = (matrix.t() if transposed else matrix).contiguous()
+def split_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What csrc/linear_bn/split/split.h makes of a matrix: planes, exponents, census."""
+    x = x.contiguous()
     rows, k = x.shape
     largest = x.abs().amax(1) if k else x.new_zeros(rows)
     finite = largest.isfinite()
@@ -40,14 +40,19 @@ def split_reference(matrix: Tensor, transposed: bool = False) -> tuple[Tensor, T
     large = (x.abs() >= (largest * 2**-12).clamp(min=2.0**-149)[:, None]).sum(1)
     large = torch.where(largest == 0, k * finite, large).to(torch.int32)
     census = large + LOSSY * (~finite | lossy.any(1)).to(torch.int32)
-    planes = torch.zeros(2, rows, -(-k // 8) * 8, dtype=torch.float16, device=x.device)
-    planes[0, :, :k], planes[1, :, :k] = high, low
-    return planes, exponents, census
+    return torch.stack([high, low]), exponents, census
 
 
-def left_to_exact_kernel(x_census: Tensor, w_census: Tensor, k: int) -> Tensor:
+def held_by_planes(x: Tensor) -> Tensor:
+    """The sum of the planes, scaled back: a float32 number as well."""
+    (high, low), exponents, _ = split_reference(x)
+    return (high.double() + low.double() / 4096) * torch.exp2(-exponents.double())[:, None]
+
+
+def left_to_exact_kernel(x: Tensor, w: Tensor) -> Tensor:
     """Bool [M, N]: the products that the split doesn't answer for, by both operands' census."""
-    few = (x_census & ~LOSSY)[:, None] + (w_census & ~LOSSY) <= k
+    (_, _, x_census), (_, _, w_census) = split_reference(x), split_reference(w)
+    few = (x_census & ~LOSSY)[:, None] + (w_census & ~LOSSY) <= x.size(1)
     return few & ((x_census < 0)[:, None] | (w_census < 0))
 
 

@@ -15,17 +15,8 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=lambda dtype: str(dtype)[6:])
 # By how statistics are taken: in one sum or in groups, with and without a rest; of rows, planes,
 # channels_last.
-SHAPES = [
-    (2, 3),
-    (127, 5),
-    (1000, 3),
-    (300, 1030),
-    (64, 7, 5),
-    (3, 1, 50),
-    (8, 4, 4, 4),
-    (37, 3, 30, 9),
-    (4, 5, 3, 2, 6),
-]
+MATRICES = [(2, 3), (127, 5), (1000, 3), (300, 1030)]
+SHAPES = [*MATRICES, (64, 7, 5), (3, 1, 50), (8, 4, 4, 4), (37, 3, 30, 9), (4, 5, 3, 2, 6)]
 LAYOUTS = {
     "contiguous": lambda x: x,
     "channels last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
@@ -36,13 +27,8 @@ LAYOUTS = {
     ),
 }
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
-SUBSETS = [
-    (True, True, True),
-    (True, False, False),
-    (False, True, False),
-    (False, False, True),
-    (True, True, False),
-]
+ONE = [tuple(i == asked for i in range(3)) for asked in range(3)]
+SUBSETS = [(True, True, True), *ONE, (True, True, False)]
 CHANNELS_LAST = pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 ids = {"ids": str}
 
@@ -68,10 +54,33 @@ def buffers(channels: int, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor, Te
     return torch.randn(channels).to(dtype), torch.rand(channels).to(dtype), torch.tensor(3)
 
 
+def forward(x: Tensor, *others) -> tuple[Tensor, Tensor]:
+    """Here and below: without residual and activation."""
+    return cpu.batch_norm_training(x, None, *others, 0)
+
+
+def evaluate(x: Tensor, *others) -> Tensor:
+    return cpu.batch_norm_inference(x, None, *others, 0)
+
+
+def backward(grad, x, stats, weight, input_grad, *dtypes) -> tuple[Tensor, Tensor, Tensor]:
+    known = grad, x, stats, weight, None, None, 0
+    dx, dresidual, *vectors = cpu.batch_norm_backward(*known, input_grad, False, *dtypes)
+    assert dresidual.shape == (0,)
+    return dx, *vectors
+
+
+def evaluate_backward(grad, x, mean, var, weight, eps, input_grad, *dtypes):
+    known = grad, x, mean, var, weight, None, None, eps, 0
+    dx, dresidual, *vectors = cpu.batch_norm_inference_backward(*known, input_grad, False, *dtypes)
+    assert dresidual.shape == (0,)
+    return dx, *vectors
+
+
 def train(x: Tensor, weight=None, bias=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, stats, and the mean and unbiased variance of the batch as the running ones take them."""
     mean, var, _ = buffers(x.size(1), F64 if x.dtype == F64 else F32)
-    return *cpu.batch_norm_training(x, mean, var, None, weight, bias, 1.0, EPS), mean, var
+    return *forward(x, mean, var, None, weight, bias, 1.0, EPS), mean, var
 
 
 def assert_close(
@@ -97,7 +106,7 @@ def test_training(shape, layout, dtype):
     expected_mean, expected_var = (
         0.7 * old.double() + 0.3 * new for old, new in ((mean, exact.mean), (var, exact.unbiased))
     )
-    y, stats = cpu.batch_norm_training(x, mean, var, counter, weight, bias, 0.3, EPS)
+    y, stats = forward(x, mean, var, counter, weight, bias, 0.3, EPS)
     oracle.assert_y_keeps_contract(y, exact, weight)
     assert stats.shape == (3, shape[1])
     assert stats.dtype == (F64 if dtype == F64 else F32)
@@ -114,13 +123,8 @@ def test_training(shape, layout, dtype):
 @LAYOUT
 @DTYPES
 def test_strides_are_those_of_torch(shape, layout, dtype):
-    modules = {
-        2: torch.nn.BatchNorm1d,
-        3: torch.nn.BatchNorm1d,
-        4: torch.nn.BatchNorm2d,
-        5: torch.nn.BatchNorm3d,
-    }
-    module = modules[len(shape)](shape[1], dtype=F64 if dtype == F64 else F32)
+    module = getattr(torch.nn, f"BatchNorm{max(len(shape) - 2, 1)}d")
+    module = module(shape[1], dtype=F64 if dtype == F64 else F32)
     x, grad = randn(shape, dtype, layout=layout), randn(shape, dtype)
     mean, var, counter = buffers(shape[1], module.weight.dtype)
     for training in (True, False):
@@ -129,13 +133,11 @@ def test_strides_are_those_of_torch(shape, layout, dtype):
             theirs = module.train(training)(leaf)
             (their_dx,) = torch.autograd.grad(theirs, leaf, grad)
         if training:
-            y, stats = cpu.batch_norm_training(x, mean, var, counter, None, None, 0.1, EPS)
-            dx, _, _ = cpu.batch_norm_backward(grad, x, stats, None, True, None, None)
+            y, stats = forward(x, mean, var, counter, None, None, 0.1, EPS)
+            dx, _, _ = backward(grad, x, stats, None, True, None, None)
         else:
-            y = cpu.batch_norm_inference(x, mean, var, None, None, EPS)
-            dx, _, _ = cpu.batch_norm_inference_backward(
-                grad, x, mean, var, None, EPS, True, F32, None
-            )
+            y = evaluate(x, mean, var, None, None, EPS)
+            dx, _, _ = evaluate_backward(grad, x, mean, var, None, EPS, True, F32, None)
         assert (y.dtype, y.shape, y.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
         assert (dx.dtype, dx.shape, dx.stride()) == (
             their_dx.dtype,
@@ -155,12 +157,12 @@ def test_dtypes_of_vectors(dtype, parameters, statistics):
     mean, var, counter = buffers(6, statistics)
     exact = oracle.batch_norm(x, weight, bias)
     expected = 0.9 * mean.double() + 0.1 * exact.mean, 0.9 * var.double() + 0.1 * exact.unbiased
-    y, _ = cpu.batch_norm_training(x, mean, var, counter, weight, bias, 0.1, EPS)
+    y, _ = forward(x, mean, var, counter, weight, bias, 0.1, EPS)
     oracle.assert_y_keeps_contract(y, exact, weight)
     for actual, value in zip((mean, var), expected, strict=True):
         assert actual.dtype == statistics
         assert_close(actual, value, 0.51 * torch.finfo(statistics).eps + 2e-6)
-    y = cpu.batch_norm_inference(x, mean, var, weight, bias, EPS)
+    y = evaluate(x, mean, var, weight, bias, EPS)
     oracle.assert_y_keeps_contract(
         y, oracle.batch_norm(x, weight, bias, running=(mean, var)), weight
     )
@@ -179,7 +181,7 @@ def test_a_large_mean(mean, shape, layout):
     assert_close(running_mean, exact.mean, 2**-23)
     assert_close(stats[0].double() + stats[1], exact.mean, 2**-23)
     running = (exact.mean.float(), exact.var.float())
-    y = cpu.batch_norm_inference(x, *running, weight, bias, EPS)
+    y = evaluate(x, *running, weight, bias, EPS)
     oracle.assert_y_keeps_contract(y, oracle.batch_norm(x, weight, bias, running=running), weight)
 
 
@@ -242,7 +244,7 @@ def test_what_is_not_finite_stays_in_its_channel_or_row(value, shape, mean, layo
     oracle.assert_y_keeps_contract(y[:, others], exact)
     assert_close(running_var[others], exact.unbiased, 1e-6)
     running = (torch.full((5,), mean), torch.ones(5))
-    y = cpu.batch_norm_inference(x, *running, None, None, EPS)
+    y = evaluate(x, *running, None, None, EPS)
     assert not y[3, 1].isfinite().any()
     x[3], y[3] = mean, 0.0
     oracle.assert_y_keeps_contract(y, oracle.batch_norm(x, running=running))
@@ -254,7 +256,7 @@ def test_a_variance_of_zero_without_eps(shape):
     x = randn(shape)
     x[:3, 1] = torch.tensor([1.0, 2.0, 3.0]).view([3] + [1] * (x.dim() - 2))
     mean, var = torch.tensor([0.0, 2.0, 0.0]), torch.tensor([1.0, 0.0, 1.0])
-    y = cpu.batch_norm_inference(x, mean, var, None, None, 0.0)
+    y = evaluate(x, mean, var, None, None, 0.0)
     assert (y[0, 1] == -torch.inf).all()
     assert y[1, 1].isnan().all()
     assert (y[2, 1] == torch.inf).all()
@@ -276,7 +278,7 @@ def test_cumulative_average(dtype):
     batches = randn((4, 50, 3))
     mean, var, counter = torch.full((3,), 5.0), torch.full((3,), 5.0), torch.zeros((), dtype=dtype)
     for x in batches:
-        cpu.batch_norm_training(x, mean, var, counter, None, None, None, EPS)
+        forward(x, mean, var, counter, None, None, None, EPS)
     assert_close(mean, batches.double().mean((0, 1)), 1e-6, 0.1)
     assert_close(var, batches.double().var(1).mean(0), 1e-6)
     assert (counter.item(), counter.dtype) == (4, dtype)
@@ -286,10 +288,12 @@ def test_a_call_that_fails_changes_nothing():
     x, (mean, var, _) = randn((5, 3)), buffers(3)
     before = mean.clone(), var.clone()
     with pytest.raises(ValueError, match="num_batches_tracked"):
-        cpu.batch_norm_training(x, mean, var, None, None, None, None, EPS)
+        forward(x, mean, var, None, None, None, None, EPS)
     counter = torch.tensor(3)
     with pytest.raises(RuntimeError):
-        cpu.linear_batch_norm_stats(x, randn((3, 4)), None, None, mean, var, counter, 0.1, EPS, 0)
+        cpu.linear_batch_norm_training(
+            x, randn((3, 4)), None, None, mean, var, counter, None, None, 0.1, EPS, 0, F32, 0
+        )
     assert counter.item() == 3
     assert torch.equal(mean, before[0])
     assert torch.equal(var, before[1])
@@ -300,16 +304,16 @@ def test_a_call_that_fails_changes_nothing():
 def test_empty_batch(shape, dtype):
     x, (mean, var, counter) = torch.empty(shape, dtype=dtype), buffers(3)
     before = mean.clone(), var.clone()
-    y, stats = cpu.batch_norm_training(x, mean, var, counter, None, None, 0.1, EPS)
+    y, stats = forward(x, mean, var, counter, None, None, 0.1, EPS)
     assert (y.shape, y.dtype, counter.item()) == (shape, dtype, 4)
     assert stats.shape == (3, 3)
     assert not stats.any()
     assert torch.equal(mean, before[0])
     assert torch.equal(var, before[1])
-    assert cpu.batch_norm_inference(x, mean, var, None, None, EPS).shape == shape
+    assert evaluate(x, mean, var, None, None, EPS).shape == shape
     for gradients in (
-        cpu.batch_norm_backward(y, x, stats, None, True, F32, BF16),
-        cpu.batch_norm_inference_backward(y, x, mean, var, None, EPS, True, F32, BF16),
+        backward(y, x, stats, None, True, F32, BF16),
+        evaluate_backward(y, x, mean, var, None, EPS, True, F32, BF16),
     ):
         assert gradients[0].shape == shape
         for gradient, expected in zip(gradients[1:], (F32, BF16), strict=True):
@@ -368,13 +372,13 @@ def test_gradients(subset, shape, dtype, parameters, layouts):
     dtypes = dtype, parameters, parameters
     _, stats, _, _ = train(x)
     needed = (x, stats, weight) if subset[0] or subset[1] else (None, None, None)
-    found = cpu.batch_norm_backward(grad, *needed, *asked)
+    found = backward(grad, *needed, *asked)
     assert_gradients(found, exact_gradients(x, grad, weight), grad, subset, dtypes)
 
     running = torch.full((shape[1],), 2.0), torch.rand(shape[1]) + 0.5
     running = tuple(statistic.to(parameters) for statistic in running)
     needed = (x, running[0]) if subset[1] else (None, None)
-    found = cpu.batch_norm_inference_backward(grad, *needed, running[1], weight, EPS, *asked)
+    found = evaluate_backward(grad, *needed, running[1], weight, EPS, *asked)
     assert_gradients(found, exact_gradients(x, grad, weight, running), grad, subset, dtypes)
 
 
@@ -389,5 +393,5 @@ def test_gradients_at_a_large_mean(mean, shape, layout):
         vectors(shape[1]),
     )
     _, stats, _, _ = train(x)
-    found = cpu.batch_norm_backward(grad, x, stats, weight, True, F32, F32)
+    found = backward(grad, x, stats, weight, True, F32, F32)
     assert_gradients(found, exact_gradients(x, grad, weight), grad, (True,) * 3, (F32,) * 3)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from cutlass_bn import explain
 from cutlass_bn.functional import linear_batch_norm
-from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
 pytestmark = [pytest.mark.gpu, hopper]
 
@@ -127,24 +127,10 @@ def test_the_switch():
     x, w = layer.input, layer.weight
     sgemm, exact = torch.mm(x, w.t()), x.double() @ w.double().t()
     assert torch.equal(product(x, w, ieee_fp32=True), sgemm)
-    u, stats = ops.stats(
-        x, w, None, None, None, None, None, 0.1, 1e-5, fp32_products.FP32_PRODUCTS["ieee"]
-    )
+    nothing = (None,) * 7
+    how = (0.1, 1e-5, 0, torch.float32, FP32_PRODUCTS["ieee"])
+    y, u, _ = ops.training(x, w, *nothing, *how)
     assert torch.equal(u, sgemm)
-    y = ops.transform(
-        x,
-        w,
-        None,
-        None,
-        None,
-        None,
-        u,
-        stats,
-        1e-5,
-        0,
-        torch.float32,
-        fp32_products.FP32_PRODUCTS["ieee"],
-    )
     assert torch.equal(linear_batch_norm(x, w, training=True, ieee_fp32=True), y)
     split = product(x, w)
     assert not torch.equal(split, sgemm)
@@ -272,8 +258,7 @@ def test_non_finite_values_stay_where_they_are(bad):
 
 def is_left_to_exact_kernel(layer: Layer) -> Tensor:
     """Bool [M, N]."""
-    census = (fp32_products.split_fp32(matrix, False)[2] for matrix in (layer.input, layer.weight))
-    return left_to_exact_kernel(*census, layer.input.size(1))
+    return left_to_exact_kernel(layer.input, layer.weight)
 
 
 @TRAINING

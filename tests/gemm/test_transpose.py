@@ -1,252 +1,167 @@
-"""fp32_products.transpose_fp32, and the TF32 products of the backward that are made with it."""
+"""TF32 products of which one operand is transposed in memory first (csrc/linear_bn/policy.cpp).
+
+Small integers are exact in TF32, and so are their sums: every element of the transpose shows.
+"""
 
 from __future__ import annotations
 
 import oracle
 import pytest
 import torch
-from linear_cases import fp32_precision, hopper, max_error
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from linear_cases import fp32_precision, hopper
+from torch import Tensor
 
-import cutlass_bn
-from cutlass_bn.ops import fp32_products
+from cutlass_bn.ops import product
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
-pytestmark = pytest.mark.skipif(
-    not cutlass_bn.library_is_loaded(), reason="the compiled library is not there"
-)
-TF32 = fp32_products.FP32_PRODUCTS["tf32"]
+pytestmark = [pytest.mark.gpu, hopper]
 
 
-def padded_transpose(matrix):
-    columns, rows = matrix.size(1), matrix.size(0)
-    return matrix.new_empty_strided((columns, rows), (-(-rows // 4) * 4, 1)).copy_(matrix.t())
+@pytest.fixture(autouse=True)
+def _tf32():
+    with fp32_precision(tf32=True):
+        yield
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Hides conftest's: the op has a kernel for CUDA alone, and here for the CPU."""
-    with torch.library._scoped_library("cutlass_bn", "IMPL") as library:
-        if request.param == "cpu":
-            library.impl("transpose_fp32", padded_transpose, "CPU")
-        yield request.param
+def tf32_matmul(a: Tensor, b: Tensor) -> Tensor:
+    return product.fp32_matmul(a, b, FP32_PRODUCTS["tf32"])
 
 
-def any_bits(*shape: int) -> torch.Tensor:
-    """Every float32 there is, NaN with a payload and denormals among them."""
-    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).int().view(torch.float32)
+def integers(rows: int, columns: int) -> Tensor:
+    return torch.randint(-8, 9, (rows, columns), device="cuda", dtype=torch.float32)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [False, True], ids=["whole", "window"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1),
-        (1, 70),
-        (70, 1),
-        (3, 5),
-        (4, 4),
-        (63, 65),
-        (64, 64),
-        (64, 68),
-        (128, 192),
-        (300, 200),
-        (129, 1000),
-        (4000, 36),
-    ],
-    ids=str,
-)
-def test_bit_for_bit(shape, window):
-    rows, columns = shape
-    # Rows stay aligned where columns are a multiple of 4.
-    around = any_bits(rows + 3, columns + 4).cuda()
-    matrix = around[2 : 2 + rows, :columns] if window else around[:rows, :columns].contiguous()
-    oracle.poison("cuda", columns * (rows + 3))
-    result = fp32_products.transpose_fp32(matrix)
-    assert (result.shape, result.stride(), result.dtype) == (
-        (columns, rows),
-        (-(-rows // 4) * 4, 1),
-        torch.float32,
-    )
-    assert torch.equal(result.view(torch.int32), matrix.t().contiguous().view(torch.int32))
+def window(matrix: Tensor, pad: int, first: int) -> Tensor:
+    """The same in rows that are longer by pad, from the column `first` on, amid NaN."""
+    around = matrix.new_full((matrix.size(0) + 3, matrix.size(1) + pad), torch.nan)
+    return around[2:-1, first : first + matrix.size(1)].copy_(matrix)
 
 
-@pytest.mark.gpu
-def test_an_address_that_is_aligned_to_nothing():
-    base = any_bits(1 + 128 * 64).cuda()
-    matrix = base[1:].view(128, 64)
-    assert torch.equal(
-        fp32_products.transpose_fp32(matrix).view(torch.int32),
-        matrix.t().contiguous().view(torch.int32),
-    )
+def offset(matrix: Tensor) -> Tensor:
+    """The same, dense, at an address that is aligned to nothing."""
+    return matrix.new_empty(matrix.numel() + 1)[1:].view_as(matrix).copy_(matrix)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
-def test_empty(shape):
-    assert fp32_products.transpose_fp32(torch.empty(shape, device="cuda")).shape == shape[::-1]
-
-
-@pytest.mark.gpu
-def test_strides_that_no_step_takes():
-    """Rows that are all the same one, and the only row of a matrix."""
-    row = any_bits(1, 70).cuda()
-    for matrix in (row.expand(66, 70), torch.as_strided(row, (1, 68), (3, 1))):
-        assert torch.equal(
-            fp32_products.transpose_fp32(matrix).view(torch.int32),
-            matrix.contiguous().t().contiguous().view(torch.int32),
-        )
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_more_than_2_to_the_31_elements():
-    for rows in ((1 << 20) + 4, (1 << 20) + 3):  # in vectors and without
-        matrix = torch.empty(rows, 2056, device="cuda").normal_()
-        assert torch.equal(fp32_products.transpose_fp32(matrix), matrix.t())
-
-
-def test_opcheck(device):
-    torch.library.opcheck(fp32_products.transpose_fp32, (torch.rand(20, 13, device=device),))
-    torch.library.opcheck(
-        fp32_products.transpose_fp32, (torch.rand(20, 16, device=device)[:, :12],)
-    )
-
-
-def test_fake_cuda_tensors():
-    with FakeTensorMode():
-        result = fp32_products.transpose_fp32(torch.empty(6, 11, device="cuda"))
-        assert (result.shape, result.stride(), result.device.type) == ((11, 6), (8, 1), "cuda")
-        with pytest.raises(RuntimeError, match="matrix: expected float32"):
-            fp32_products.transpose_fp32(torch.empty(6, 11, device="cuda", dtype=torch.float16))
-
-
-MISTAKES = {
-    "rank": (lambda t: t[0], "matrix: expected 2 dimensions"),
-    "dtype": (lambda t: t.half(), "matrix: expected float32, got float16"),
-    "layout": (lambda t: t.t(), "matrix: expected contiguous rows, got a column stride of 12"),
+LAYOUTS = {
+    "dense": lambda t: t,
+    "window": lambda t: window(t, 4, 0),  # rows stay aligned where columns are a multiple of 4
+    "window at odd addresses": lambda t: window(t, 5, 1),
+    "an odd address": offset,
+    "all rows the same": lambda t: t[:1].expand_as(t),
 }
+# M, K, N. a is in columns, and the transposed matrix [K, min(M, N)].
+COLUMNS = [
+    (65, 63, 524_500),
+    (64, 64, 524_288),
+    (68, 64, 493_448),
+    (1000, 129, 16_648),
+    (36, 4000, 29_128),
+    (7, 5, 61_356_676),
+    (1025, 2049, 1027),
+    (1024, 2048, 1028),
+]
+# a is in rows, and the transposed matrix [K, N].
+ROWS = [(8192, 256, 1024), (8192, 259, 1030), (8195, 1023, 1025), (8200, 4100, 1028)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_errors(mistake):
-    change, message = MISTAKES[mistake]
-    with pytest.raises(RuntimeError, match=message):
-        fp32_products.transpose_fp32(change(torch.rand(20, 12, device="cuda")))
-
-
-A, B = (20, 10), (10, 16)
-PRODUCTS = 20 * 10 * 16
-ROWS, COLUMNS = False, True
-
-
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("a_columns", "b_columns", "changes", "expected"),
+    ("sizes", "a_columns"),
     [
-        (ROWS, ROWS, {}, [B]),
-        (ROWS, ROWS, {"_TRANSPOSE_ROWS": 21}, []),
-        (ROWS, ROWS, {"_TRANSPOSE_PRODUCTS": PRODUCTS + 1}, []),
-        (COLUMNS, ROWS, {}, [B]),
-        (ROWS, ROWS, {"_TRANSPOSE_ROW_OUTPUTS": 20 * 16 + 1}, []),
-        (COLUMNS, ROWS, {"_TRANSPOSE_ROWS": 21, "_TRANSPOSE_ROW_OUTPUTS": 20 * 16 + 1}, [B]),
-        (COLUMNS, ROWS, {"_TRANSPOSE_OUTPUTS": 20 * 16 + 1}, []),
-        (COLUMNS, ROWS, {"b": (10, 24)}, [(10, 20)]),  # a's transpose is the smaller one
-        (COLUMNS, ROWS, {"_TRANSPOSE_PRODUCTS": PRODUCTS + 1}, []),
-        (ROWS, COLUMNS, {}, []),
-        (COLUMNS, COLUMNS, {}, []),
-        (ROWS, ROWS, {"a": (20, 11), "b": (11, 16)}, []),  # k long enough for cuBLAS as it is
-        (ROWS, ROWS, {"products": "ieee"}, []),
-        (ROWS, ROWS, {"hopper": False}, []),
-    ],
-)
-def test_which_products_take_it(a_columns, b_columns, changes, expected, device, monkeypatch):
-    """On a Hopper GPU, in TF32, where b has dense rows and the product is large."""
-    taken = []
-
-    def transpose(matrix):
-        assert matrix.stride(1) == 1
-        taken.append(tuple(matrix.shape))
-        return matrix.t().contiguous()
-
-    settings = {
-        "_TRANSPOSE_PRODUCTS": PRODUCTS,
-        "_TRANSPOSE_OUTPUTS": 20 * 16,
-        "_TRANSPOSE_ROWS": 20,
-        "_TRANSPOSE_ROW_OUTPUTS": 20 * 16,
-        "a": A,
-        "b": B,
-        "products": "tf32",
-        "hopper": True,
-    }
-    settings |= changes
-    monkeypatch.setattr(fp32_products, "transpose_fp32", transpose)
-    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: settings["hopper"])
-    for name in settings:
-        if name.startswith("_TRANSPOSE"):
-            monkeypatch.setattr(fp32_products, name, settings[name])
-
-    def operand(shape, columns):
-        return (
-            torch.rand(shape[::-1], device=device).t()
-            if columns
-            else torch.rand(shape, device=device)
-        )
-
-    a, b = operand(settings["a"], a_columns), operand(settings["b"], b_columns)
-    c = fp32_products.matmul(a, b, fp32_products.FP32_PRODUCTS[settings["products"]])
-    assert max_error(c, a.double() @ b.double()) < 1e-5
-    assert taken == expected
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize(
-    ("sizes", "columns", "transposed"),
-    [
-        ((2048, 1024, 2047), False, []),
-        ((8192, 1024, 513), False, []),
-        ((8192, 1024, 1025), False, [(1024, 1025)]),
-        ((512, 5000, 1025), True, []),
-        ((4096, 16384, 1025), True, [(16384, 1025)]),
-        ((1024, 5000, 3001), True, [(5000, 1024)]),
+        *((sizes, True) for sizes in COLUMNS),
+        *(((n, k, m), True) for m, k, n in COLUMNS),
+        *((sizes, False) for sizes in ROWS),
     ],
     ids=str,
 )
-def test_tf32_products_are_as_exact_with_it(sizes, columns, transposed, monkeypatch):
+def test_every_element(sizes, a_columns, layout):
     m, k, n = sizes
-    taken, transpose = [], fp32_products.transpose_fp32
+    a, b = integers(k, m) if a_columns else integers(m, k), integers(k, n)
+    takes_b = not a_columns or m >= n
+    if takes_b:
+        b = LAYOUTS[layout](b)
+    else:
+        a = LAYOUTS[layout](a)
+    a = a.t() if a_columns else a
+    oracle.poison("cuda", m * n, k * (min(m, n) + 3))
+    c = tf32_matmul(a, b)
+    assert c.is_contiguous()
+    for part in range(0, n, 2**20):  # in float64 all of it would be large
+        some = slice(part, part + 2**20)
+        assert torch.equal(c[:, some].double(), a.double() @ b[:, some].double())
 
-    def recorded(matrix):
-        taken.append(tuple(matrix.shape))
-        return transpose(matrix)
 
-    monkeypatch.setattr(fp32_products, "transpose_fp32", recorded)
-    a = torch.randn(k, m, device="cuda").t() if columns else torch.randn(m, k, device="cuda")
+def operands(m: int, k: int, n: int, a_columns: bool, b_columns: bool) -> tuple[Tensor, Tensor]:
+    a = integers(k, m).t() if a_columns else integers(m, k)
+    return a, integers(n, k).t() if b_columns else integers(k, n)
+
+
+def extra_bytes(a: Tensor, b: Tensor, kind: str) -> int:
+    """Allocated beside the result, which has to be right."""
+    product.fp32_matmul(a, b, FP32_PRODUCTS[kind])  # cuBLAS allocates its workspace
+    torch.cuda.reset_peak_memory_stats()
+    c = product.fp32_matmul(a, b, FP32_PRODUCTS[kind])
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    assert torch.equal(c.double(), a.double() @ b.double())
+    return extra
+
+
+IN_ROWS, IN_COLUMNS = False, True
+CHOICE = [  # M, K, N, the operands' order, and whose transpose is made
+    ((1024, 2048, 1024), IN_COLUMNS, IN_ROWS, "b"),
+    ((1024, 2048, 1025), IN_COLUMNS, IN_ROWS, "a"),  # the smaller one
+    ((1025, 2048, 1024), IN_COLUMNS, IN_ROWS, "b"),
+    ((1024, 2047, 1024), IN_COLUMNS, IN_ROWS, ""),  # less than 2^31 products
+    ((1023, 2100, 1024), IN_COLUMNS, IN_ROWS, ""),  # less than 2^20 outputs
+    ((1024, 2048, 1024), IN_COLUMNS, IN_COLUMNS, ""),
+    ((8192, 1024, 1024), IN_ROWS, IN_ROWS, "b"),
+    ((8191, 1024, 1032), IN_ROWS, IN_ROWS, ""),  # less than 2^13 rows
+    ((8192, 1024, 1023), IN_ROWS, IN_ROWS, ""),  # less than 2^23 outputs
+    ((8192, 4096, 1024), IN_ROWS, IN_ROWS, "b"),
+    ((8192, 4097, 1024), IN_ROWS, IN_ROWS, ""),  # more than half as much K as M
+    ((8192, 256, 1024), IN_ROWS, IN_ROWS, "b"),
+    ((8192, 255, 1024), IN_ROWS, IN_ROWS, ""),  # less than 2^31 products
+    ((8192, 1024, 1024), IN_ROWS, IN_COLUMNS, ""),
+]
+
+
+@pytest.mark.parametrize(("sizes", "a_columns", "b_columns", "transposed"), CHOICE, ids=str)
+def test_which_products_take_it(sizes, a_columns, b_columns, transposed):
+    """On either side of each threshold, by the memory that it takes."""
+    m, k, n = sizes
+    a, b = operands(*sizes, a_columns, b_columns)
+    extra = extra_bytes(a, b, "tf32")
+    # In rows of whole vectors. The allocator rounds, by a MiB at most.
+    expected = {"a": m, "b": n, "": 0}[transposed] * (-(-k // 4) * 16)
+    assert expected <= extra <= expected + (2**20 + 512 if transposed else 0)
+    with fp32_precision(tf32=False):
+        assert extra_bytes(a, b, "ieee") == 0
+
+
+@pytest.mark.parametrize("sizes", [(8192, 1024, 1025), (16384, 4096, 1025)], ids=str)
+@pytest.mark.parametrize("a_columns", [False, True], ids=["a in rows", "a in columns"])
+def test_is_as_exact_with_it(sizes, a_columns):
+    m, k, n = sizes
+    a = torch.randn(k, m, device="cuda").t() if a_columns else torch.randn(m, k, device="cuda")
     b = torch.randn(k, n, device="cuda")
     exact = a.double() @ b.double()
-    with fp32_precision(tf32=True):
-        ours, theirs = fp32_products.matmul(a, b, TF32), torch.mm(a, b)
-    assert taken == transposed
+    ours, theirs = tf32_matmul(a, b), torch.mm(a, b)
     assert (ours - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
-def test_products_of_a_size_unknown_while_traced(monkeypatch):
-    """The rules take what can't be known as not so, and ask for no value."""
-    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: True)
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        size = mode.shape_env.create_unbacked_symint()
-        torch._check(size >= 0)
-        du = torch.empty(size, 32, device="cuda")
-        for x in (torch.empty(size, 64, device="cuda"), torch.empty(64, size, device="cuda").t()):
-            for code in fp32_products.FP32_PRODUCTS.values():
-                assert fp32_products.matmul(du.t(), x, code).shape == (32, 64)
+def test_what_is_not_finite_lands_where_torch_puts_it():
+    a, b = operands(1024, 2048, 1024, IN_COLUMNS, IN_ROWS)
+    a[7, 3], b[5, 9], b[6, 11] = torch.nan, torch.inf, -torch.inf
+    a[:, 5:7] = 1.0
+    ours, theirs = tf32_matmul(a, b), torch.mm(a, b)
+    assert not theirs.isfinite().all()
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_a_batch_of_products(device, monkeypatch):
-    monkeypatch.setattr(fp32_products, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(fp32_products, "_TRANSPOSE_PRODUCTS", 1)
-    dus, x = torch.rand(3, 9, 5, device=device), torch.rand(9, 7, device=device)
-    dws = torch.func.vmap(lambda du: fp32_products.matmul(du.t(), x, TF32))(dus)
-    assert max_error(dws, dus.double().mT @ x.double()) < 1e-5
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [(1 << 20) + 4, (1 << 20) + 3], ids=["in vectors", "without"])
+def test_more_than_2_to_the_31_elements(k):
+    a, b = operands(2056, k, 2056, IN_COLUMNS, IN_ROWS)
+    c, wide = tf32_matmul(a, b), a.double()
+    for columns in (slice(0, 64), slice(1000, 1064), slice(2056 - 64, 2056)):
+        assert torch.equal(c[:, columns].double(), wide @ b[:, columns].double())

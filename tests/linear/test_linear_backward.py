@@ -1,4 +1,7 @@
-"""The kernels behind the layer's backward, from y to u = x W^T, as an op of its own."""
+"""The kernels behind the layer's backward, from y to u = x W^T.
+
+A weight that is the identity makes the gradient of input that of u, whatever the product.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from cutlass_bn._activations import CODES
 from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
 pytestmark = pytest.mark.gpu
 
@@ -39,26 +43,27 @@ class Columns:
             [mean.float(), (mean - mean.float()).float(), (scale**2 * var + EPS).rsqrt().float()]
         )
 
-    def ours(self, grad: Tensor, wanted: str = "usgb") -> dict[str, Tensor]:
+    def ours(
+        self, grad: Tensor, wanted: str = "usgb", x: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Of what is wanted, by first letters. x: u's gradient comes as weight's, du^T x."""
         vectors = {"scale": self.scale, "gamma": self.gamma, "beta": self.beta}
         dtypes = [
-            F32
-            if t is None and name[0] in wanted
-            else t.dtype
-            if name[0] in wanted and t is not None
-            else None
+            None if name[0] not in wanted else F32 if t is None else t.dtype
             for name, t in vectors.items()
         ]
-        code = CODES[self.activation]
-        found = ops.backward(
-            grad, self.u, self.stats(), *vectors.values(), EPS, code, "u" in wanted, *dtypes
-        )
-        assert all(
-            gradient.numel() == 0
-            for name, gradient in zip(NAMES, found, strict=True)
-            if name[0] not in wanted
-        )
-        return {name: t for name, t in zip(NAMES, found, strict=True) if name[0] in wanted}
+        n, of_u = self.u.size(1), "u" in wanted
+        identity = torch.eye(n, dtype=self.u.dtype, device="cuda")
+        code, how = CODES[self.activation], FP32_PRODUCTS["ieee"]
+        du, dw, dbias, *found = ops.backward(
+            grad, self.u if x is None else x, identity, self.u, self.stats(), *vectors.values(),
+            EPS, code, how, of_u and x is None, of_u and x is not None, None, *dtypes,
+        )  # fmt: skip
+        assert dbias.numel() == 0
+        assert (du if x is not None else dw).numel() == 0
+        found = dict(zip(NAMES, (du if x is None else dw, *found), strict=True))
+        assert all(t.numel() == 0 for name, t in found.items() if name[0] not in wanted)
+        return {name: t for name, t in found.items() if name[0] in wanted}
 
     def by_torch(self, grad: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """PyTorch's own operations, all in `dtype` or each in the dtype that it is given."""
@@ -225,29 +230,42 @@ def test_repeats_bit_for_bit(dtype, activation):
         )
 
 
-def test_rows_of_the_gradient_are_padded():
-    for dtype, stride in ((F32, 36), (BF16, 40)):
-        assert make(20, 33, dtype).ours(torch.ones(20, 33, device="cuda"), "u")["u"].stride() == (
-            stride,
-            1,
-        )
+@pytest.mark.parametrize("n", [40, 33])
+@pytest.mark.parametrize("dtype", [F32, BF16, FP16], ids=str)
+def test_gradient_of_the_weight(dtype, n):
+    """u's gradient is in padded rows, of which the products read nothing else."""
+    columns = make(200, n, dtype, "silu")
+    grad, x = gradient_like(columns.u, F32), torch.randn(200, n, device="cuda").to(dtype)
+    du = columns.ours(grad, "u")["u"]
+    assert du.is_contiguous()
+    oracle.poison("cuda", 200 * (n + 7), 100 * (n + 7))
+    dw = columns.ours(grad, "u", x)["u"]
+    assert dw.is_contiguous()
+    assert_no_worse(dw, du.t() @ x, du.double().t() @ x.double(), what="weight")
 
 
 def test_one_bad_value_stays_in_its_column():
+    """Of u's gradient: in its row of weight's."""
     columns = make(300, 40, activation="gelu")
-    grad = gradient_like(columns.u)
-    clean = columns.ours(grad)
+    grad, x = gradient_like(columns.u), torch.randn(300, 40, device="cuda")
+    clean = columns.ours(grad, x=x)
     grad[7, 3] = float("nan")
     others = torch.tensor([c for c in range(40) if c != 3], device="cuda")
-    for name, gradient in columns.ours(grad).items():
-        assert torch.equal(gradient[..., others], clean[name][..., others])
-        assert gradient[..., 3].isnan().any()
+    for name, gradient in columns.ours(grad, x=x).items():
+        assert torch.equal(gradient[others], clean[name][others])
+        assert gradient[3].isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0)], ids=str)
 def test_nothing(shape):
     u, stats, ones = (torch.ones(size, device="cuda") for size in (shape, (3, shape[1]), shape[1:]))
     vectors = (ones, ones, ones)
-    du, *others = ops.backward(u, u, stats, *vectors, EPS, 0, True, F32, F32, F32)
-    assert du.shape == u.shape
+    weight = torch.ones(shape[1], 5, device="cuda")
+    x = torch.ones(shape[0], 5, device="cuda")
+    how = EPS, 0, FP32_PRODUCTS["ieee"], True, True, F32, F32, F32, F32
+    dx, dw, *others = ops.backward(u, x, weight, u, stats, *vectors, *how)
+    assert dx.shape == x.shape
+    assert dw.shape == weight.shape
+    assert not dx.any()
+    assert not dw.any()
     assert all(not gradient.any() and gradient.shape == shape[1:] for gradient in others)

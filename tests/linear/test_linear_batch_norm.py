@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from linear_cases import (
+    ACTIVATIONS,
     BF16,
     CASES,
     FP16,
@@ -349,7 +350,7 @@ def test_errors_change_nothing(mistake, device):
     k=st.integers(1, 80),
     dtype=st.sampled_from([torch.float32, BF16, FP16]),
     options=st.tuples(*[st.booleans()] * 5),
-    activation=st.sampled_from([None, "relu", "gelu", "silu"]),
+    activation=st.sampled_from(list(ACTIVATIONS)),
     seed=st.integers(0, 1000),
 )
 def test_any_shape(device, m, n, k, dtype, options, activation, seed):

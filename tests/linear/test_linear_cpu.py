@@ -10,6 +10,7 @@ from linear_cases import ACTIVATIONS, CASES, EPS, TRAINING, Case, Layer, make_la
 from torch import Tensor
 
 from cutlass_bn import cpu
+from cutlass_bn._activations import CODES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ids = {"ids": str}
@@ -23,18 +24,17 @@ def _no_grad():
 
 def forward(layer: Layer, training: bool, dtype: torch.dtype, momentum: float = 0.1) -> Tensor:
     x, weight, bias, scale = layer.input, layer.weight, layer.bias, layer.scale
-    code = list(ACTIVATIONS).index(layer.activation)
-    running = layer.running_mean, layer.running_var
+    running, affine = (layer.running_mean, layer.running_var), (layer.gamma, layer.beta)
+    how = EPS, CODES[layer.activation], dtype, 0
     if not training:
-        return cpu.linear_batch_norm_inference(
-            x, weight, bias, scale, *running, layer.gamma, layer.beta, EPS, code, dtype, 0
-        )
-    u, stats = cpu.linear_batch_norm_stats(
-        x, weight, bias, scale, *running, layer.num_batches_tracked, momentum, EPS, 0
+        return cpu.linear_batch_norm_inference(x, weight, bias, scale, *running, *affine, *how)
+    buffers = *running, layer.num_batches_tracked
+    y, u, stats = cpu.linear_batch_norm_training(
+        x, weight, bias, scale, *buffers, *affine, momentum, *how
     )
-    return cpu.linear_batch_norm_transform(
-        x, weight, bias, scale, layer.gamma, layer.beta, u, stats, EPS, code, dtype, 0
-    )
+    assert (u.shape, u.dtype) == (y.shape, x.dtype)
+    assert stats.shape == (3, len(weight))
+    return y
 
 
 def run(layer: Layer, training: bool) -> tuple[Layer, Layer, Layer]:
@@ -113,10 +113,7 @@ def test_linear_gradients(case, mean, subset):
     layer = make_layer(case, "cpu")
     if layer.scale is not None:
         layer.scale[-1] = 0.0
-    code, vectors_ = (
-        list(ACTIVATIONS).index(case.activation),
-        (layer.scale, layer.gamma, layer.beta),
-    )
+    vectors_ = layer.scale, layer.gamma, layer.beta
     u = (torch.randn(case.m, case.n) + mean).to(case.dtype)
     dtype = (
         case.dtype if layer.scale is None else torch.promote_types(case.dtype, layer.scale.dtype)
@@ -131,9 +128,18 @@ def test_linear_gradients(case, mean, subset):
         v.dtype if wanted and v is not None else None
         for wanted, v in zip(subset[1:], vectors_, strict=True)
     ]
-    found = cpu.linear_batch_norm_backward(
-        grad, u, stats, *vectors_, EPS, code, bool(subset[0]), *asked
-    )
+    # With the identity as weight, input's gradient is u's.
+    x, weight = torch.randn(case.m, case.n).to(case.dtype), torch.eye(case.n, dtype=case.dtype)
+    du, dw, dbias, *found = cpu.linear_batch_norm_backward(
+        grad, x, weight, u, stats, *vectors_, EPS, CODES[case.activation], 0,
+        bool(subset[0]), bool(subset[0]), F16, *asked,
+    )  # fmt: skip
+    assert torch.equal(dbias, torch.zeros(case.n, dtype=F16))
+    if subset[0]:
+        products = du.double().t() @ x.double()
+        linear_cases.assert_no_worse(dw, du.t() @ x, products, floor=1e-6)
+    else:
+        assert dw.shape == (0,)
 
     def gradients(precise: bool) -> list[Tensor | None]:
         leaves = [
@@ -151,7 +157,7 @@ def test_linear_gradients(case, mean, subset):
         return [None if leaf is None else next(of_leaves) for leaf in leaves]
 
     for actual, peer, exact, wanted in zip(
-        found, gradients(False), gradients(True), subset, strict=True
+        (du, *found), gradients(False), gradients(True), subset, strict=True
     ):
         if not wanted or exact is None:
             assert actual.shape == (0,)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_cases import (
+    ACTIVATIONS,
     BF16,
     FP16,
     TRAINING,
@@ -29,6 +30,7 @@ CASES = [
     Case(65, 40, 24, "everything present", activation="gelu"),
     Case(64, 33, 17, "odd sizes", bias=False, activation="silu"),
     Case(300, 136, 40, "several row steps", activation="relu"),
+    Case(300, 136, 40, "several row steps", activation="leaky_relu"),
     Case(
         77,
         35,
@@ -82,7 +84,7 @@ def test_scale_gradient_in_training(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_scale_gradient_does_not_cancel(activation):
     """At a usual eps next to nothing is left of its terms: by float32 subtraction, only noise."""
     case = Case(200, 40, 24, "a usual eps", activation=activation)
@@ -151,7 +153,7 @@ def test_buffers_may_change_before_the_backward(training, device):
 
 
 @TRAINING
-@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize("activation", [None, "gelu", "silu", "leaky_relu"])
 def test_gradcheck(activation, training):
     """CPU, float64: first and second derivatives by finite differences."""
     layer = (

@@ -1,7 +1,7 @@
 """The registered ops: opcheck, fakes, errors of raw calls. Only the kernels need a GPU.
 
-On the CPU the ops get kernels made of plain PyTorch, so that the registered fakes and autograd
-formulas can be checked.
+On the CPU the ops get cutlass_bn.cpu's functions as kernels, so that the registered fakes and
+autograd formulas can be checked.
 """
 
 from __future__ import annotations
@@ -10,13 +10,24 @@ import itertools
 
 import pytest
 import torch
-from linear_cases import ACTIVATIONS, BF16, EPS, Case, make_layer, max_error, oracle
+from linear_cases import (
+    BF16,
+    EPS,
+    Case,
+    fp32_precision,
+    hopper,
+    make_layer,
+    max_error,
+    oracle,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_bn
-from cutlass_bn import functional
-from cutlass_bn.ops import fp32_products
+from cutlass_bn import cpu, functional
+from cutlass_bn._activations import CODES
 from cutlass_bn.ops import linear_batch_norm as ops
+from cutlass_bn.ops import product
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
 pytestmark = pytest.mark.skipif(
     not cutlass_bn.library_is_loaded(), reason="the compiled library is not there"
@@ -24,157 +35,125 @@ pytestmark = pytest.mark.skipif(
 CASE = Case(20, 11, 8, "odd N: u has padded rows", activation="gelu")
 
 
-def _cpu_stats(
-    input, weight, bias, scale, running_mean, running_var, counter, momentum, eps, fp32_products
-):
-    width = 16 // input.element_size()
-    row = -(-len(weight) // width) * width
-    u = input.new_empty_strided((len(input), len(weight)), (row, 1)).copy_(input @ weight.t())
-    var, mean = torch.var_mean(u.double(), 0, correction=0)
-    gain = 1.0 if scale is None else scale.double()
-    stats = torch.stack(
-        [mean.float(), (mean - mean.float()).float(), torch.rsqrt(gain**2 * var + eps).float()]
-    )
-    counter.add_(1)
-    running_mean.lerp_((mean + bias).float() * scale, momentum)
-    running_var.lerp_((var * len(u) / (len(u) - 1)).float() * scale**2, momentum)
-    return u, stats
-
-
-def _cpu_transform(
-    input, weight, bias, scale, gamma, beta, u, stats, eps, activation, dtype, fp32_products
-):
-    y = (u - stats[0] - stats[1]) * (stats[2] * scale) * gamma + beta
-    return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
-
-
-def _cpu_backward(
-    grad, u, stats, scale, gamma, beta, eps, activation, u_grad, scale_grad, gamma_grad, beta_grad
-):
-    mean, remainder, invstd = stats
-    centred = (u - mean) - remainder
-    normalised = centred * (scale * invstd)
-    dv = ops._ACTIVATION_BACKWARDS[activation](grad.float(), normalised * gamma + beta)
-    dgamma, dbeta = (dv * normalised).sum(0), dv.sum(0)
-    dz = (dv - dbeta / len(u) - normalised * (dgamma / len(u))) * (gamma * invstd)
-    dscale = (dv * centred).sum(0) * gamma * eps * invstd**3
+def _cpu_training(*args):
+    y, u, stats = cpu.linear_batch_norm_training(*args)
     width = 16 // u.element_size()
-    du = u.new_empty_strided(u.shape, (-(-u.size(1) // width) * width, 1)).copy_(dz * scale)
-    vectors = ((dscale, scale_grad), (dgamma, gamma_grad), (dbeta, beta_grad))
-    return (
-        du if u_grad else u.new_empty(0),
-        *(
-            u.new_empty(0, dtype=torch.float32) if dtype is None else t.to(dtype)
-            for t, dtype in vectors
-        ),
-    )
+    padded = u.new_empty_strided(u.shape, (-(-u.size(1) // width) * width, 1))
+    return y, padded.copy_(u), stats
 
 
-def _cpu_inference(
-    input, weight, bias, scale, mean, var, gamma, beta, eps, activation, dtype, fp32_products
-):
-    y = (scale * (input @ weight.t() + bias) - mean) * torch.rsqrt(var + eps) * gamma + beta
-    return list(ACTIVATIONS.values())[activation](y).to(dtype).clone()
+CPU_KERNELS = {
+    "training": _cpu_training,
+    "backward": cpu.linear_batch_norm_backward,
+    "inference": cpu.linear_batch_norm_inference,
+}
 
 
 @pytest.fixture
 def kernels(device):
-    if device != "cpu":
+    with torch.library._scoped_library("cutlass_bn", "IMPL") as library:
+        if device == "cpu":
+            for name, kernel in CPU_KERNELS.items():
+                library.impl(f"linear_batch_norm_{name}", kernel, "CPU")
         yield
-        return
-    library = torch.library.Library("cutlass_bn", "IMPL", "CPU")
-    for name in ("stats", "transform", "backward", "inference"):
-        library.impl(f"linear_batch_norm_{name}", globals()[f"_cpu_{name}"])
-    yield
-    library._destroy()
 
 
-def arguments(device, dtype=torch.float32, products=fp32_products.FP32_PRODUCTS["ieee"]):
+def arguments(device, dtype=torch.float32, products="ieee", case=CASE):
     """The arguments of each op."""
-    layer = make_layer(
-        Case(20, 11, 8, "odd N: u has padded rows", dtype, parameter_dtype=dtype), device
-    )
+    layer = make_layer(Case(case.m, case.n, case.k, "", dtype, parameter_dtype=dtype), device)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
-    u, stats = ops.stats(
-        x, w, b, s, mean.clone(), var.clone(), layer.num_batches_tracked.clone(), 0.1, EPS, products
-    )
+    how = EPS, CODES[case.activation]
+    last = *how, dtype, FP32_PRODUCTS[products]
+    buffers = mean, var, layer.num_batches_tracked
+    _, u, stats = ops.training(x, w, b, s, *(t.clone() for t in buffers), gamma, beta, 0.1, *last)
     for t in (x, w, b, s, gamma, beta):
         t.requires_grad_()
     dy = torch.linspace(-1.0, 1.0, u.numel()).view_as(u).to(u)
-    vectors = [t.detach() for t in (s, gamma, beta)]
+    known = [t.detach() for t in (dy, x, w, u, stats, s, gamma, beta)]
+    asked = True, True, dtype, dtype, dtype, dtype
     return {
-        "stats": (
-            *(t.detach() for t in (x, w, b, s)),
-            mean,
-            var,
-            layer.num_batches_tracked,
-            0.1,
-            EPS,
-            products,
-        ),
-        "transform": (x, w, b, s, gamma, beta, u, stats, EPS, 2, dtype, products),
-        "backward": (dy, u, stats, *vectors, EPS, 2, True, dtype, dtype, dtype),
-        "inference": (x, w, b, s, mean, var, gamma, beta, EPS, 2, dtype, products),
+        "training": (x, w, b, s, *buffers, gamma, beta, 0.1, *last),
+        "backward": (*known, *how, FP32_PRODUCTS[products], *asked),
+        "inference": (x, w, b, s, mean, var, gamma, beta, *last),
     }
 
 
+def forward(name, args):
+    """y of an op."""
+    return ops.inference(*args) if name == "inference" else ops.training(*args)[0]
+
+
+FORWARDS = pytest.mark.parametrize("name", ["training", "inference"])
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["stats", "transform", "backward", "inference"])
+@pytest.mark.parametrize("name", ["training", "backward", "inference"])
 def test_opcheck(name, device):
     op = getattr(torch.ops.cutlass_bn, f"linear_batch_norm_{name}").default
-    torch.library.opcheck(op, arguments(device)[name])
+    # test_schema objects to the stand-ins for the kernels: they are Python, and it looks inside.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    utils = ("test_schema", *utils) if device == "cuda" else utils
+    args = arguments(device)[name]
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
+    for given in (detached, args):
+        torch.library.opcheck(op, tuple(given), test_utils=utils)
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("training", [True, False])
+@FORWARDS
 @pytest.mark.parametrize("create_graph", [True, False])
-def test_registered_gradients(training, create_graph, device):
-    layer = make_layer(CASE, device)
-    exact, wide = oracle(layer, training)
+def test_registered_gradients(name, create_graph, device):
+    training = name == "training"
     wide = make_layer(CASE, device).double().requires_grad()
     exact = functional.linear_batch_norm(**wide.arguments(), training=training, eps=EPS)
-    args = arguments(device)["transform" if training else "inference"]
-    y = (ops.transform if training else ops.inference)(*args)
+    args = arguments(device)[name]
+    y = forward(name, args)
     assert max_error(y, exact) < 1e-5
     dy = torch.randn_like(y)
     leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
     found = torch.autograd.grad(y, leaves, dy, create_graph=create_graph)
     expected = torch.autograd.grad(exact, list(wide.differentiable().values()), dy.double())
-    for name, ours, theirs in zip(wide.NAMES, found, expected, strict=True):
+    for leaf, ours, theirs in zip(wide.NAMES, found, expected, strict=True):
         assert ours.requires_grad == (create_graph and ours.grad_fn is not None)
-        if training and name == "bias":
+        if training and leaf == "bias":
             assert not ours.any() or create_graph
-        elif not (create_graph and training and name == "scale"):  # there the reference cancels
-            assert max_error(ours, theirs) < 1e-5, name
+        elif not (create_graph and training and leaf == "scale"):  # there the reference cancels
+            assert max_error(ours, theirs) < 1e-5, leaf
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=4)], ids=str)
+def test_the_op_updates_the_running_statistics(device):
+    args = arguments(device)["training"]
+    _, wide = oracle(make_layer(CASE, device), True)
+    forward("training", args)
+    assert max_error(args[4], wide.running_mean) < 1e-6
+    assert max_error(args[5], wide.running_var) < 1e-6
+    assert args[6] == 1
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=6)], ids=str)
 def test_backward_gives_what_is_asked_for(wanted, device):
     args = arguments(device)["backward"]
     everything = ops.backward(*args)
-    found = ops.backward(*args[:8], wanted[0], *(BF16 if asked else None for asked in wanted[1:]))
+    dtypes = (BF16 if asked else None for asked in wanted[2:])
+    found = ops.backward(*args[:-6], *wanted[:2], *dtypes)
+    assert not everything[2].any()  # bias cancels
     for asked, gradient, expected in zip(wanted, found, everything, strict=True):
         if asked:
-            torch.testing.assert_close(
-                gradient,
-                expected.to(gradient.dtype),
-                rtol=1e-5 if gradient is found[0] else 1e-2,
-                atol=1e-6,
-            )
+            rtol = 1e-5 if gradient.dim() == 2 else 1e-2
+            expected = expected.to(gradient.dtype)
+            torch.testing.assert_close(gradient, expected, rtol=rtol, atol=1e-6)
         else:
             assert gradient.shape == (0,)
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("training", [True, False])
+@FORWARDS
 @pytest.mark.parametrize("eager", [False, True], ids=["op", "function"])
-def test_a_batch_of_gradients(training, eager, device):
-    args = arguments(device)["transform" if training else "inference"]
-    op = getattr(
-        ops, ("differentiable_" if eager else "") + ("transform" if training else "inference")
-    )
-    y = op(*args)
+def test_a_batch_of_gradients(name, eager, device):
+    args = arguments(device)[name]
+    y = getattr(ops.CUDA, name).differentiable(*args) if eager else forward(name, args)
     leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
     dys = torch.randn(3, *y.shape, device=device)
     batched = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
@@ -185,50 +164,49 @@ def test_a_batch_of_gradients(training, eager, device):
             torch.testing.assert_close(together[i], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("products", fp32_products.FP32_PRODUCTS)
+# Products that csrc/linear_bn/policy.cpp has split, and of which it has one operand transposed.
+LARGE = Case(2048, 1024, 1024, "", activation="gelu")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("products", FP32_PRODUCTS)
+def test_backward_keeps_the_products_of_the_forward(products):
+    """By their bits. The gradient of u comes by way of a weight that is the identity."""
+    with fp32_precision(tf32=products == "tf32"):
+        args = list(arguments("cuda", products=products, case=LARGE)["backward"])
+        dx, dw, *_ = ops.backward(*args)
+        x, w = args[1:3]
+        with fp32_precision(tf32=False):
+            identity = torch.eye(LARGE.n, device="cuda")
+            same = *args[3:10], FP32_PRODUCTS["ieee"], *args[11:]
+            du = ops.backward(args[0], x, identity, *same)[0]
+        code = FP32_PRODUCTS[products]
+        assert torch.equal(dx, product.fp32_matmul(du, w, code))
+        assert torch.equal(dw, product.fp32_matmul(du.t(), x, code))
+        assert torch.equal(dx, du @ w) == (products != "split")
+        error = max_error(dw, du.double().t() @ x.double())
+    assert (error > 2e-5) == (products == "tf32"), error
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("products", FP32_PRODUCTS)
 @pytest.mark.parametrize("create_graph", [False, True], ids=["backward", "double backward"])
-@pytest.mark.parametrize("name", ["transform", "inference"])
-def test_backward_keeps_the_products_of_the_forward(
-    name, create_graph, products, monkeypatch, device
-):
-    """On a Hopper GPU, where they are large, all matrix products of the formulas are split."""
-    sizes = []
+def test_products_of_the_eval_backward(create_graph, products, monkeypatch):
+    """Made as those of the forward; of none where the definition takes over."""
+    args = arguments("cuda", products=products)["inference"]
+    y, made, original = ops.inference(*args), [], product.fp32_matmul
 
-    def split_matmul(a, b):
-        assert all(1 in t.stride() for t in (a, b))
-        sizes.append((*a.shape, b.size(1)))
-        return torch.mm(a, b)
+    def recorded(a, b, code):
+        made.append((*a.shape, b.size(1), code))
+        return original(a, b, code)
 
-    monkeypatch.setattr(fp32_products, "split_matmul", split_matmul)
-    args = arguments(device, products=fp32_products.FP32_PRODUCTS[products])[name]
-    m, n, k = CASE.m, CASE.n, CASE.k
-    forward, backward = [(m, k, n)], [(n, m, k), (m, n, k)]
-    expected = backward if name == "transform" else forward + backward
-    if create_graph:  # the reference
-        expected = []
-    for hopper, smallest, wanted in ((True, k, expected), (True, k + 1, []), (False, k, [])):
-        monkeypatch.setattr(fp32_products, "_is_hopper", lambda _, hopper=hopper: hopper)
-        monkeypatch.setattr(fp32_products, "_SPLIT_SIZES", (smallest, 0, 0))
-        y = getattr(ops, name)(*args)
-        torch.autograd.grad(y.sum(), args[:2], create_graph=create_graph)  # an expanded gradient
-        assert sizes == (wanted if products == "split" else [])
-        sizes.clear()
-
-
-def test_operands_without_dense_rows_or_columns_are_copied(device):
-    dense = torch.rand(6, 8, device=device)
-    for taken in (dense, dense.t(), dense[:, 1:5], dense[2:4].t(), dense[:, :1], dense[:1]):
-        assert fp32_products._unit_strided(taken) is taken
-    for copied in (
-        dense[:, ::2],
-        dense[:, ::2].t(),
-        dense[:1].expand(6, 8),
-        dense[:, :1].expand(6, 8),
-    ):
-        result = fp32_products._unit_strided(copied)
-        assert result.is_contiguous()
-        assert torch.equal(result, copied)
+    monkeypatch.setattr(product, "fp32_matmul", recorded)
+    torch.autograd.grad(y.sum(), args[:2], create_graph=create_graph)  # an expanded gradient
+    m, n, k, code = CASE.m, CASE.n, CASE.k, FP32_PRODUCTS[products]
+    expected = [(m, k, n, code), (n, m, k, code), (m, n, k, code)]
+    assert made == ([] if create_graph else expected)
 
 
 @pytest.mark.parametrize(("dtype", "stride"), [(torch.float32, 12), (BF16, 16)])
@@ -241,7 +219,9 @@ def test_fake_cuda_tensors(dtype, stride):
 
         x, w, vector = empty(6, 5), empty(11, 5), empty(11, dtype=torch.float32)
         counter = empty(dtype=torch.int64)
-        u, stats = ops.stats(x, w, None, vector, vector, vector, counter, None, EPS, 0)
+        buffers, how = (vector, vector, counter), (None, EPS, 0, torch.float32, 0)
+        y, u, stats = ops.training(x, w, None, vector, *buffers, vector, None, *how)
+        assert (y.shape, y.stride(), y.dtype) == ((6, 11), (11, 1), torch.float32)
         assert (u.shape, u.stride(), u.dtype) == ((6, 11), (stride, 1), dtype)
         assert (stats.shape, stats.dtype) == ((3, 11), torch.float32)
         for training in (True, False):
@@ -249,122 +229,78 @@ def test_fake_cuda_tensors(dtype, stride):
             assert (y.shape, y.dtype, y.device.type) == ((6, 11), torch.float32, "cuda")
             y = functional.linear_batch_norm(x, w, None, None, vector, vector, training=training)
             assert (y.shape, y.dtype) == ((6, 11), dtype)
+        dx, dw, *vectors = ops.backward(
+            y, x, w, u, stats, vector, None, None, EPS, 0, 0, True, True, dtype, None, BF16, None
+        )
+        assert (dx.shape, dx.stride(), dx.dtype) == ((6, 5), (5, 1), dtype)
+        assert (dw.shape, dw.stride(), dw.dtype) == ((11, 5), (5, 1), dtype)
+        assert [tuple(t.shape) for t in vectors] == [(11,), (0,), (11,), (0,)]
+        assert (vectors[0].dtype, vectors[2].dtype) == (dtype, BF16)
         with pytest.raises(RuntimeError, match="weight: expected"):
-            ops.stats(x, empty(11, 4), None, None, None, None, None, 0.1, EPS, 0)
+            ops.training(x, empty(11, 4), *(None,) * 7, 0.1, EPS, 0, dtype, 0)
 
 
-ERRORS = {
-    "input's rank": (
-        "stats",
-        0,
-        lambda t: t[None],
-        "input: expected 2 dimensions, got shape \\[1, 20, 8\\]",
-    ),
-    "input's dtype": (
-        "stats",
-        0,
-        lambda t: t.double(),
-        "input: expected float32, float16 or bfloat16",
-    ),
-    "one row": ("stats", 0, lambda t: t[:1], "input: expected more than 1 row"),
-    "weight's shape": (
-        "stats",
-        1,
-        lambda t: t[:, 1:],
-        "weight: expected shape \\[11, 8\\], got \\[11, 7\\]",
-    ),
-    "weight's dtype": (
-        "stats",
-        1,
-        lambda t: t.half(),
-        "weight: expected float32 like input, got float16",
-    ),
-    "weight's device": (
-        "stats",
-        1,
-        lambda t: t.cpu(),
-        "weight: expected a tensor on cuda:0 like input",
-    ),
-    "bias's shape": ("stats", 2, lambda t: t[1:], "bias: expected shape \\[11\\], got \\[10\\]"),
-    "scale's stride": (
-        "stats",
-        3,
-        lambda t: t.repeat_interleave(2)[::2],
-        "scale: expected a contiguous tensor",
-    ),
-    "half of the buffers": (
-        "stats",
-        4,
-        lambda t: None,
-        "expected both or neither, got only running_var",
-    ),
-    "counter's dtype": ("stats", 6, lambda t: t.int(), "num_batches_tracked: expected one int64"),
-    "no counter, no momentum": (
-        "stats",
-        slice(6, 8),
-        lambda _: (None, None),
-        "momentum: expected a number",
-    ),
-    "u's shape": ("transform", 6, lambda t: t[1:], "u: expected shape \\[20, 11\\]"),
-    "u's dtype": (
-        "transform",
-        6,
-        lambda t: t.half(),
-        "u: expected float32 like input, got float16",
-    ),
-    "u's layout": ("transform", 6, lambda t: t.t().contiguous().t(), "u: expected contiguous rows"),
-    "stats' shape": ("transform", 7, lambda t: t[:2], "stats: expected shape \\[3, 11\\]"),
-    "stats' dtype": (
-        "transform",
-        7,
-        lambda t: t.half(),
-        "stats: expected a contiguous float32 tensor",
-    ),
-    "activation": ("transform", 9, lambda _: 4, "activation: expected 0"),
-    "output's dtype": ("transform", 10, lambda _: torch.float16, "dtype: expected that of input"),
-    "code of the products": ("stats", 9, lambda _: 3, "fp32_products: expected 0"),
-    "gradient's shape": ("backward", 0, lambda t: t[1:], "grad: expected shape \\[20, 11\\]"),
-    "gradient's dtype": (
-        "backward",
-        0,
-        lambda t: t.half(),
-        "grad: expected float32 like u or float32, got float16",
-    ),
-    "gradient's device": ("backward", 0, lambda t: t.cpu(), "grad: expected a tensor on cuda:0"),
-    "u's layout in the backward": (
-        "backward",
-        1,
-        lambda t: t.t().contiguous().t(),
-        "u: expected contiguous rows",
-    ),
-    "stats' shape in the backward": (
-        "backward",
-        2,
-        lambda t: t[:2],
-        "stats: expected shape \\[3, 11\\]",
-    ),
-    "scale's shape in the backward": (
-        "backward",
-        3,
-        lambda t: t[1:],
-        "scale: expected shape \\[11\\]",
-    ),
-    "activation in the backward": ("backward", 7, lambda _: 4, "activation: expected 0"),
-    "dtype of a gradient": ("backward", 9, lambda _: torch.float64, "scale_grad: expected float32"),
-    "running_var's shape": ("inference", 5, lambda t: t[1:], "running_var: expected shape"),
-    "beta's dtype": (
-        "inference",
-        7,
-        lambda t: t.double(),
-        "beta: expected float32, float16 or bfloat16",
-    ),
+def spread(t: torch.Tensor) -> torch.Tensor:
+    return t.repeat_interleave(2)[::2]
+
+
+def columns(t: torch.Tensor) -> torch.Tensor:
+    return t.t().contiguous().t()
+
+
+DTYPES = "expected float32, float16 or bfloat16"
+ERRORS = {  # which argument, how it is changed, and what is said
+    "training": [
+        (0, lambda t: t[None], r"input: expected 2 dimensions, got shape \[1, 20, 8\]"),
+        (0, lambda t: t.double(), f"input: {DTYPES}"),
+        (0, lambda t: t[:1], "input: expected more than 1 row"),
+        (1, lambda t: t[:, 1:], r"weight: expected shape \[11, 8\], got \[11, 7\]"),
+        (1, lambda t: t.half(), "weight: expected float32 like input, got float16"),
+        (1, lambda t: t.cpu(), "weight: expected a tensor on cuda:0 like input"),
+        (2, lambda t: t[1:], r"bias: expected shape \[11\], got \[10\]"),
+        (3, spread, "scale: expected a contiguous tensor"),
+        (4, lambda t: None, "expected both or neither, got only running_var"),
+        (4, spread, "running_mean: expected a contiguous tensor"),
+        (6, lambda t: t.int(), "num_batches_tracked: expected one int64"),
+        (slice(6, 10, 3), lambda _: (None, None), "momentum: expected a number"),
+        (7, lambda t: t[1:], r"gamma: expected shape \[11\]"),
+        (8, lambda t: t.cpu(), "beta: expected a tensor on cuda:0"),
+        (11, lambda _: 5, "activation: expected 0"),
+        (12, lambda _: torch.float16, "dtype: expected that of input"),
+        (13, lambda _: 3, "fp32_products: expected 0"),
+    ],
+    "backward": [
+        (0, lambda t: t[1:], r"grad: expected shape \[20, 11\]"),
+        (0, lambda t: t.half(), "grad: expected float32 like u or float32, got float16"),
+        (0, lambda t: t.cpu(), "grad: expected a tensor on cuda:0"),
+        (1, lambda t: t[:, :, None], "input: expected 2 dimensions"),
+        (1, lambda t: t[1:], r"input: expected shape \[20, 8\], got \[19, 8\]"),
+        (2, lambda t: t[:, 1:], r"weight: expected shape \[11, 8\], got \[11, 7\]"),
+        (2, lambda t: t.half(), "weight: expected float32 like u, got float16"),
+        (3, lambda t: t[1:], r"input: expected shape \[19, 8\], got \[20, 8\]"),
+        (3, lambda t: t.half(), "input: expected float16 like u, got float32"),
+        (3, columns, "u: expected contiguous rows"),
+        (4, lambda t: t[:2], r"stats: expected shape \[3, 11\]"),
+        (4, lambda t: t.half(), "stats: expected a contiguous float32 tensor"),
+        (5, lambda t: t[1:], r"scale: expected shape \[11\]"),
+        (9, lambda _: 5, "activation: expected 0"),
+        (10, lambda _: 3, "fp32_products: expected 0"),
+        (14, lambda _: torch.float64, "dtype of a gradient: expected float32"),
+    ],
+    "inference": [
+        (5, lambda t: t[1:], "running_var: expected shape"),
+        (7, lambda t: t.double(), f"beta: {DTYPES}"),
+        (9, lambda _: -1, "activation: expected 0"),
+    ],
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mistake", ERRORS)
-def test_errors_of_raw_ops(mistake):
-    name, index, change, text = ERRORS[mistake]
+@pytest.mark.parametrize(
+    ("name", "index", "change", "text"),
+    [(name, *error) for name, errors in ERRORS.items() for error in errors],
+)
+def test_errors_of_raw_ops(name, index, change, text):
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments("cuda")[name]]
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     wrong = list(args)
@@ -378,18 +314,17 @@ def test_errors_of_raw_ops(mistake):
 @pytest.mark.gpu
 def test_padded_rows_are_whole():
     """cuBLAS may read a matrix to the end of its last row's padding."""
-    args = arguments("cuda")
-    for padded in (ops.stats(*args["stats"])[0], ops.backward(*args["backward"])[0]):
-        assert padded.stride() == (12, 1)
-        assert padded.untyped_storage().nbytes() == 20 * 12 * 4
-        assert not padded._is_view()
+    _, u, _ = ops.training(*arguments("cuda")["training"])
+    assert u.stride() == (12, 1)
+    assert u.untyped_storage().nbytes() == 20 * 12 * 4
+    assert not u._is_view()
 
 
 @pytest.mark.gpu
-def test_in_place_overlap_is_not_created():
+@pytest.mark.parametrize("activation", [0, 2])
+def test_outputs_share_no_memory(activation):
     """y never aliases u, which the backward needs."""
-    args = arguments("cuda")["transform"]
-    u = args[6].clone()
-    y = ops.transform(*args)
-    assert y.data_ptr() != args[6].data_ptr()
-    assert torch.equal(args[6], u)
+    args = list(arguments("cuda")["training"])
+    args[11] = activation
+    y, u, stats = ops.training(*args)
+    assert len({t.untyped_storage().data_ptr() for t in (y, u, stats)}) == 3

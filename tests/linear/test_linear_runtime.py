@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cutlass_bn import LinearBatchNorm1d
 from cutlass_bn.functional._linear_batch_norm import fp32_products
-from cutlass_bn.ops.fp32_products import FP32_PRODUCTS
+from cutlass_bn.ops.product import FP32_PRODUCTS
 
 
 def module_and_input(device, m=130, k=64, n=136, **options):

@@ -166,9 +166,7 @@ def test_an_older_torch_is_reported(monkeypatch):
 def test_a_library_of_another_version_is_reported(monkeypatch):
     monkeypatch.setattr(_library, "__version__", "99.0.0")
     _, error = _library._load(_library.library_path())
-    assert (
-        f"was built for version {cutlass_bn.__version__}, the Python package is 99.0.0" in error
-    )
+    assert f"was built for version {cutlass_bn.__version__}, the Python package is 99.0.0" in error
 
 
 @needs_library

@@ -26,13 +26,13 @@ from linear_cases import (
     unfused,
 )
 from linear_cases import oracle as linear_oracle
-from split_cases import excess, left_to_exact_kernel, normal, spanning, split_reference
+from split_cases import excess, left_to_exact_kernel, normal, spanning
 
 from cutlass_bn import BatchNorm2d, explain
 from cutlass_bn._activations import CODES
 from cutlass_bn.functional import batch_norm, linear_batch_norm
-from cutlass_bn.ops import fp32_products
 from cutlass_bn.ops import linear_batch_norm as linear_ops
+from cutlass_bn.ops.product import FP32_PRODUCTS, fp32_matmul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
 
@@ -105,15 +105,13 @@ def test_matrix_and_empty_batch():
     ids=["rows", "columns", "rows, plain sums", "columns, plain sums", "large tiles"],
 )
 @hopper
-def test_split_matmul(sizes, matrix, columns):
+def test_split_product(sizes, matrix, columns):
     m, n, k = sizes
     x, w = matrix(m, k, "cpu"), matrix(n, k, "cpu")
-    census = (split_reference(operand)[2] for operand in (x, w))
-    assert left_to_exact_kernel(*census, k).any() == (matrix is not normal)
+    assert left_to_exact_kernel(x, w).any() == (matrix is not normal)
     a, b = x.cuda(), w.t().contiguous().cuda()
-    u = fp32_products.split_matmul(
-        *((a.t().contiguous().t(), b.t().contiguous().t()) if columns else (a, b))
-    )
+    a, b = (t.t().contiguous().t() if columns else t for t in (a, b))
+    u = fp32_matmul(a, b, FP32_PRODUCTS["split"], True)
     assert excess(u.cpu(), x, w, extra=8) <= 1
 
 
@@ -157,25 +155,34 @@ BACKWARD = pytest.mark.parametrize(
 )
 
 
-@BACKWARD
-def test_linear_batch_norm_backward(case):
-    """From y to u, without the products."""
+SPLIT_BACKWARD = Case(1024, 1030, 519, "split fp32 in the backward", activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("case", "u_grad"),
+    [*((list(LINEAR)[i], i == 8) for i in (0, 1, 2, 5, 8)), (SPLIT_BACKWARD, True)],
+    ids=str,
+)
+def test_linear_batch_norm_backward(case, u_grad):
+    """Of cuBLAS SGEMM alone. u_grad: the gradients of input and weight as well."""
     layer, dy = make_layer(case, "cuda"), torch.randn(case.m, case.n)
     x, w, b, s, mean, var, gamma, beta, *_ = layer.arguments().values()
-    code = CODES[case.activation]
-    u, stats = linear_ops.stats(
-        x, w, b, s, mean, var, layer.num_batches_tracked, 0.1, EPS, int(case.tf32)
-    )
+    code, products = CODES[case.activation], FP32_PRODUCTS["tf32" if case.tf32 else "split"]
+    buffers = mean, var, layer.num_batches_tracked
+    how = 0.1, EPS, code, case.dtype, products
+    _, u, stats = linear_ops.training(x, w, b, s, *buffers, gamma, beta, *how)
     for grad_dtype in {F32, case.dtype}:
         grad = dy.to(grad_dtype)
-        found = linear_ops.backward(
-            grad.cuda(), u, stats, s, gamma, beta, EPS, code, True, F32, F32, F32
-        )
+        known = grad.cuda(), x, w, u, stats, s, gamma, beta, EPS, code, products
+        dx, dw, _, _, *found = linear_ops.backward(*known, u_grad, u_grad, None, F32, F32, F32)
         leaves = [t.double().cpu().requires_grad_() for t in (u, gamma, beta)]
         z = leaves[0] if s is None else leaves[0] * s.double().cpu()
         y = ACTIVATIONS[case.activation](F.batch_norm(z, None, None, *leaves[1:], True, 0.1, EPS))
-        expected = torch.autograd.grad(y, leaves, grad.double())
-        for gradient, wanted in zip((found[0], *found[2:]), expected, strict=True):
+        du, *expected = torch.autograd.grad(y, leaves, grad.double())
+        if u_grad:
+            found += [dx, dw]
+            expected += [du @ w.double().cpu(), du.t() @ x.double().cpu()]
+        for gradient, wanted in zip(found, expected, strict=True):
             assert max_error(gradient.cpu(), wanted) < (1e-2 if gradient.dtype != F32 else 1e-5)
 
 
@@ -195,7 +202,13 @@ def test_linear_batch_norm_step(case):
             ), name
 
 
-@pytest.mark.parametrize("shape", [(70, 68), (67, 130)], ids=["in vectors", "without vectors"])
-def test_transpose(shape):
-    matrix = torch.randn(shape)
-    assert torch.equal(fp32_products.transpose_fp32(matrix.cuda()).cpu(), matrix.t())
+@pytest.mark.parametrize(
+    "sizes", [(1024, 2048, 1028), (1025, 2049, 1027)], ids=["in vectors", "without vectors"]
+)
+def test_transpose(sizes):
+    """Before a product that is SGEMM's, whose kernels racecheck bears."""
+    m, k, n = sizes
+    a = torch.randint(-8, 9, (k, m), device="cuda", dtype=F32).t()
+    b = torch.randint(-8, 9, (k, n), device="cuda", dtype=F32)
+    c = fp32_matmul(a, b, FP32_PRODUCTS["tf32"])
+    assert torch.equal(c.cpu().double(), a.cpu().double() @ b.cpu().double())

@@ -264,12 +264,15 @@ class TestFlops:
     def test_formulas(self):
         ops = torch.ops.cutlass_bn
         x, weight = torch.empty(5, 7, device="meta"), torch.empty(3, 7, device="meta")
-        for op in (ops.linear_batch_norm_stats, ops.linear_batch_norm_inference):
+        for op in (ops.linear_batch_norm_training, ops.linear_batch_norm_inference):
             assert flop_registry[op](x, weight, None, out_val=None) == 2 * 5 * 7 * 3
-        a, b = x.requires_grad_(), weight.t().requires_grad_()
-        c = ops.split_matmul(a, b)
-        assert flops(lambda: ops.split_matmul(a, b)) == flops(lambda: a @ b) == 2 * 5 * 7 * 3
-        assert flops(lambda: c.sum().backward()) == 2 * 2 * 5 * 7 * 3
+        u, stats = torch.empty(5, 3, device="meta"), torch.empty(3, 3, device="meta")
+        for asked in ((True, True), (True, False), (False, True), (False, False)):
+            rest = (None, None, None, 1e-5, 0, 0, *asked, None, None, None, None)
+            count = flops(lambda r=rest: ops.linear_batch_norm_backward(u, x, weight, u, stats, *r))
+            assert count == sum(asked) * 2 * 5 * 7 * 3
+        a, b = x, weight.t()
+        assert flops(lambda: ops.fp32_matmul(a, b, 2)) == flops(lambda: a @ b) == 2 * 5 * 7 * 3
 
 
 def replica_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:

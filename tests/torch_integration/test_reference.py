@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 from cutlass_bn import reference
+from cutlass_bn._activations import ACTIVATIONS
 
 F64 = torch.float64
 
@@ -75,7 +76,7 @@ def separate(x, weight, bias, scale, mean, var, gamma, beta, training, activatio
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("scale", [True, False], ids=["scale", "noscale"])
 def test_linear_batch_norm_is_the_separate_layers(training, activation, bias, scale):
