@@ -65,7 +65,6 @@ def test_another_device_changes_nothing(name, device):
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
 def test_a_vector_of_another_size_changes_nothing(name, device):
-    """On CUDA two ops run in training: the first must not have counted when the second objects."""
     x = torch.randn(2, 4, 5, 5, device=device)
     vectors = {
         v: torch.ones(4, device=device) for v in ("running_mean", "running_var", "weight", "bias")
