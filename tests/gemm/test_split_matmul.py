@@ -15,6 +15,7 @@ from split_cases import (
     excess,
     held_by_planes,
     left_to_exact_kernel,
+    near_one,
     normal,
     spanning,
     times,
@@ -67,6 +68,8 @@ ROWS = {
     "the smallest": lambda k: torch.full((1, k), 2.0**-149),
     "largest and smallest": lambda k: torch.where(torch.arange(k) % 2 == 0, 3e38, 1e-45)[None],
     **{f"{b} binades": lambda k, b=b: spanning(b)(1, k, "cpu") for b in (10, 25, 30, 35, 60)},
+    # As small as the planes hold them: denormal halves.
+    "28 binades": lambda k: near_one(1, k, "cpu") * torch.exp2(-28 * uniform(1, k, "cpu")),
     "infinity": lambda k: normal(1, k, "cpu").index_fill_(1, torch.tensor(k // 2), -torch.inf),
     "NaN": lambda k: normal(1, k, "cpu").index_fill_(1, torch.tensor(k - 1), torch.nan),
 }
