@@ -28,6 +28,13 @@ class Block(nn.Module):
         self.cache: list[Tensor] = []
         self.count = 0
 
+    def method(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn1(x)) * self.doubled
+
+    @property
+    def doubled(self) -> float:
+        return self.factor * 2
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -76,12 +83,16 @@ def through_identity(self, x):
     return self.relu(self.identity(self.identity(self.bn1(x)) + x))
 
 
-def through_a_method(self, x):
-    return helper_method(self, self.conv1(x))
+def through_a_function(self, x):
+    return helper(self, self.conv1(x))
 
 
-def helper_method(module, x):
+def helper(module, x):
     return module.relu(module.bn1(x)) if module.flag else x
+
+
+def through_a_method(self, x):
+    return self.method(self.conv1(x))
 
 
 def own_input(self, x):
@@ -110,6 +121,7 @@ FUSED = {
     method_add: 1,
     no_activation: 1,
     through_identity: 1,
+    through_a_function: 1,
     through_a_method: 1,
     own_input: 1,
     math_and_attributes: 1,

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
         return self.is_as_traced(module) and not _has_any_global_hook()
 
     def is_as_traced(self, module: Any) -> bool:
-        if module.base.forward is not self.theirs:
+        if module._fusing_base.forward is not self.theirs:
             return False
         children = module._modules
         for name, value in self.observed:
@@ -52,19 +52,19 @@ class FusingBlock(Fusing):
     """A container with plans, for training and for evaluation."""
 
     @staticmethod
-    def fused_forward(base: Any) -> Any:
+    def _fused_forward(base: Any) -> Any:
         @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             plans = self.__dict__.get(PLAN)
             if plans and not kwargs:
-                plan = plans[self.training]
-                if plan.fits(self, args):
+                plan = plans.get(self.training)
+                if plan is not None and plan.fits(self, args):
                     return plan.function(self, *args)
             return base.forward(self, *args, **kwargs)
 
         return forward
 
-    def make_plan(self) -> None:
+    def _make_fusing_plan(self) -> None:
         module: Any = self
         try:
             module.__dict__[PLAN] = plans_of(module)

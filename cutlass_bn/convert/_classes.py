@@ -13,16 +13,19 @@ PLAN = "_fusion_plan"  # what a container knows of its fused forward; made again
 
 
 class Fusing:
-    """A mixin for such a subclass. Its own subclasses say how a forward is fused."""
+    """A mixin for such a subclass. Its own subclasses say how a forward is fused.
 
-    base: type[nn.Module]  # what the container was
-    kind: type[Fusing]  # what the generated class was made of, beside base
+    Names that a user's class won't have: an attribute here would hide a child of that name.
+    """
+
+    _fusing_base: Any  # what the container was
+    _fusing_kind: Any  # what the generated class was made of, beside base
 
     @staticmethod
-    def fused_forward(base: type[nn.Module]) -> Any:
+    def _fused_forward(base: type[nn.Module]) -> Any:
         raise NotImplementedError
 
-    def make_plan(self) -> None:
+    def _make_fusing_plan(self) -> None:
         """Sets PLAN. Called once the children are there."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -31,20 +34,20 @@ class Fusing:
             state = self.__getstate__()
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != PLAN}
-        return _new, (self.kind, self.base), state
+        return _new, (self._fusing_kind, self._fusing_base), state
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self.make_plan()
+        self._make_fusing_plan()
 
 
 @functools.cache
 def fusing_class(cls: Any, base: Any) -> type[nn.Module]:
     """The subclass of `base` that fuses as `cls` does. It has base's name."""
     members = {
-        "base": base,
-        "kind": cls,
-        "forward": cls.fused_forward(base),
+        "_fusing_base": base,
+        "_fusing_kind": cls,
+        "forward": cls._fused_forward(base),
         "__module__": __name__,  # not "torch.nn.modules", of which dynamo leaves state unguarded
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -60,11 +63,29 @@ def _new(cls: Any, base: Any) -> nn.Module:
 
 def base_of(module: nn.Module) -> Any:
     """The module's class before it was made to fuse."""
-    return module.base if isinstance(module, Fusing) else type(module)
+    return module._fusing_base if isinstance(module, Fusing) else type(module)
+
+
+def is_fusing(module: nn.Module) -> bool:
+    """Whether its class is one that was made here, and no subclass of one (parametrised, FSDP)."""
+    return isinstance(module, Fusing) and type(module) is fusing_class(
+        module._fusing_kind, module._fusing_base
+    )
+
+
+def why_no_subclass(cls: type) -> str | None:
+    """Why none should be made of a class, which would notice, or None."""
+    if type(cls) is not type:
+        return f"its class has a metaclass, {type(cls).__name__}"
+    if isinstance(cls.__init_subclass__, types.MethodType):
+        return "its class keeps track of subclasses"
+    return None
 
 
 def why_no_class(base: type[nn.Module]) -> str | None:
     """Why containers of a class must keep it, or None."""
+    if reason := why_no_subclass(base):
+        return reason
     for name in ("__reduce_ex__", "__reduce__"):
         if getattr(base, name) is not getattr(object, name):
             return "its class pickles in a way of its own"

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..modules._fusible import LEFT_ALONE
 from ._block import FusingBlock, plans_of
-from ._classes import PLAN, Fusing, base_of, fusing_class, why_no_class
+from ._classes import PLAN, Fusing, base_of, fusing_class, is_fusing, why_no_class
 from ._modules import (
     Filter,
     is_asked_for,
@@ -64,7 +64,7 @@ def convert(model: M, filter_fn: Filter | None = None, trace: bool = False) -> M
             module.__dict__["__module__"] = "torch.nn"  # as modules/_leaf.py says
     for module in names:
         if isinstance(module, Fusing):
-            module.make_plan()
+            module._make_fusing_plan()
         elif why_no_class(base_of(module)) is None:
             if is_exact(module):
                 if groups(module):
@@ -92,9 +92,9 @@ def revert(model: M) -> M:
     refuse_wrapped(model, "revert")
     for module in names_of(model):
         module.__dict__.pop(LEFT_ALONE, None)
-        if isinstance(module, Fusing):
+        if is_fusing(module):
             module.__dict__.pop(PLAN, None)
-            _become(module, module.base)
+            _become(module, base_of(module))
         theirs = theirs_of(type(module))
         if theirs is not None and getattr(module, "activation", None) is None:
             for name in ("__module__", "activation"):

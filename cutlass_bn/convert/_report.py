@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..modules import LinearBatchNorm1d
@@ -38,6 +39,8 @@ def report(model: nn.Module) -> Report:
     for name, module in modules.items():
         if isinstance(module, LinearBatchNorm1d):
             found[name] = "fused: LinearBatchNorm1d"
+        elif isinstance(module, torch.jit.ScriptModule):
+            found[name] = "left alone: TorchScript"
         elif is_asked_for(module):
             found[name] = fused.get(name) or _alone(name, module, modules, names[module])
     return found

@@ -71,7 +71,7 @@ class FusingSequential(Fusing):
     """An exact nn.Sequential that fuses."""
 
     @staticmethod
-    def fused_forward(base: Any) -> Any:
+    def _fused_forward(base: Any) -> Any:
         @functools.wraps(base.forward)
         def forward(self: Any, input: Any) -> Any:
             if _has_any_global_hook():

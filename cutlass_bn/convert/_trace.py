@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ._classes import why_no_subclass
+
 _MODULES = ("torch", "math", "operator")
 # Of these, those that ask what a stand-in cannot say raise.
 _BUILTINS = {"isinstance", "len", "range", "zip", "enumerate", "reversed", "tuple", "list", "dict"}
@@ -87,9 +89,9 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, (*_CONSTANTS, *_FUNCTIONS))
 
 
-def _is_method(module: nn.Module, base: type[nn.Module], name: str) -> bool:
-    """Whether it is code of the class, which has been looked at when it ran."""
-    value = inspect.getattr_static(base, name, None)
+def _is_method(module: nn.Module, cls: type[nn.Module], name: str) -> bool:
+    """Whether an attribute is code of the class."""
+    value = inspect.getattr_static(cls, name, None)
     return name not in module.__dict__ and isinstance(value, (types.FunctionType, property))
 
 
@@ -113,12 +115,13 @@ class _Recorder:
         classes: dict[Any, type] = {self.module: base}
         classes.update((child, type(child)) for child in self.module.children())
         before = {module: type(module) for module in classes}
+        for cls in classes.values():
+            if reason := why_no_subclass(cls):
+                raise NotTraceable(f"{cls.__name__}: {reason}")
         try:
             for module, cls in classes.items():
                 module.__class__ = self._noting(cls, module is self.module)
             yield
-        except TypeError as error:
-            raise NotTraceable(f"a child's class is fixed ({error})") from error
         finally:
             for module, cls in before.items():
                 module.__class__ = cls
@@ -128,22 +131,22 @@ class _Recorder:
             if not _is_torchs(sys._getframe(1)):
                 if not is_parent:
                     raise NotTraceable(f"it reads {name} of a child")
-                if not _is_method(module, cls, name):
-                    self._note(name)
+                if not _is_method(module, cls, name):  # its code is looked at when it runs
+                    self._check(name)
+                self.reads.add(name)
             return cls.__getattribute__(module, name)
 
         return types.new_class(
             cls.__name__, (cls,), exec_body=lambda body: body.update(__getattribute__=_noted_read)
         )
 
-    def _note(self, name: str) -> None:
+    def _check(self, name: str) -> None:
         value = observe(self.module, name)
         if name in self.module._modules:
             if issubclass(value, (nn.ModuleList, nn.ModuleDict)):
                 raise NotTraceable(f"it goes through the list {name}")
         elif not _is_constant(value):
             raise NotTraceable(f"it reads {name}")
-        self.reads.add(name)
 
     def profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """For sys.setprofile."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from traced_blocks import (
     math_and_attributes,
     out_of_place,
     residual_first,
+    through_a_method,
 )
 
 from cutlass_bn import convert, explain, revert
@@ -168,6 +172,18 @@ def test_flag_that_was_read(calls):
     assert len(calls) == 1
 
 
+def test_what_a_method_reads(calls):
+    ours, theirs = twins(block(through_a_method))
+    convert(ours, trace=True)
+    x = torch.randn(SHAPE)
+    for factor in (2.0, 3.0):
+        ours.factor = theirs.factor = factor
+        torch.testing.assert_close(ours(x), theirs(x))
+    assert len(calls) == 1
+    ours.factor, ours.method = 2.0, torch.neg
+    torch.testing.assert_close(ours(x), -ours.conv1(x))
+
+
 def test_forward_patched_later(calls, monkeypatch):
     ours = convert(Block(), trace=True)
     monkeypatch.setattr(Block, "forward", lambda self, x: x)
@@ -232,12 +248,68 @@ def test_filter(calls):
     assert calls == [("relu", False)]
 
 
-def test_block_that_pickles_itself_is_left_alone():
-    class Own(Block):
-        def __reduce__(self):
-            return Own, ()
+def test_names_of_children_are_the_users(calls):
+    def forward(self, x):
+        return self.kind(self.base(x))
 
-    assert type(convert(Own(), trace=True)) is Own
+    class Names(Block):
+        def __init__(self):
+            super().__init__()
+            self.base, self.kind = self.bn1, self.relu
+            self.plan, self.fits, self.fusions = nn.Identity(), 1, 2
+
+    Names.forward = forward
+    ours, theirs = twins(Names)
+    del ours.bn1, theirs.bn1, ours.relu, theirs.relu
+    convert(ours, trace=True)
+    assert_same(ours, theirs)
+    assert len(calls) == 2
+    children = dict(
+        convert(nn.Sequential(OrderedDict(base=nn.BatchNorm2d(3), kind=nn.ReLU()))).named_children()
+    )
+    assert list(children) == ["base", "kind"]
+
+
+class PicklesItself(Block):
+    def __reduce__(self):
+        return PicklesItself, ()
+
+
+class CopiesItself(Block):
+    def __deepcopy__(self, memo):
+        return CopiesItself()
+
+
+class Registers(Block):
+    known: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registers.known.append(cls)
+
+
+class Abstract(Block, abc.ABC):
+    pass
+
+
+@pytest.mark.parametrize("cls", [PicklesItself, CopiesItself, Registers, Abstract])
+def test_classes_that_must_stay(cls):
+    assert type(convert(cls(), trace=True)) is cls
+    assert not Registers.known
+    parent = Block().eval()
+    parent.downsample = cls().eval()
+    x = torch.randn(SHAPE)
+    expected = parent(x)
+    torch.testing.assert_close(convert(parent, trace=True)(x), expected)
+
+
+def test_class_changed_later_is_not_reverted():
+    ours = convert(Block(), trace=True)
+    ours.scale = nn.Parameter(torch.ones(1))
+    nn.utils.parametrize.register_parametrization(ours, "scale", nn.Tanh())
+    x = torch.randn(SHAPE)
+    ours(x)
+    assert nn.utils.parametrize.is_parametrized(revert(ours))
+    ours(x)
 
 
 def test_fx_and_compile():
