@@ -168,6 +168,13 @@ def no_grad(self, x):
     return self.relu(out + x)
 
 
+def sets_a_mode(self, x):
+    torch.set_grad_enabled(False)
+    out = self.bn1(x)
+    torch.set_grad_enabled(True)
+    return self.relu(out + x)
+
+
 def autocast(self, x):
     out = self.bn1(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -251,6 +258,7 @@ NOT_FUSED = [
     scaled_add,
     residual_changes,
     no_grad,
+    sets_a_mode,
     autocast,
     called_twice,
     other_slope,

@@ -58,7 +58,8 @@ def trace(module: nn.Module, base: type[nn.Module]) -> Traced:
             raise NotTraceable(f"its forward has an optional argument, {parameter.name}")
     recorder = _Recorder(module)
     tracer = _Tracer(recorder)
-    with recorder.recording(base):
+    # A forward that sets the mode ends before it sets it back.
+    with recorder.recording(base), torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
             graph = tracer.trace(module)
         except NotTraceable:
