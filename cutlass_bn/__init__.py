@@ -1,4 +1,4 @@
-"""Batch normalisation for PyTorch on GPUs, fast and exact: with what follows it, and after Linear."""
+"""Batch normalisation for PyTorch, fast and exact: with what follows it, and after Linear."""
 
 from typing import Any
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, overload
 from torch import Tensor, nn
 
 from . import _library, functional
-from .functional import _policy
 from .convert._report import Report, report
+from .functional import _policy
 from .modules import LinearBatchNorm1d
 from .modules._fusible import NORMS
 from .ops import _layout
@@ -25,10 +25,11 @@ class Plan(NamedTuple):
         "portable" (torch.mm and our kernels around it) or "unfused modules" (its children one by
         one); of a BatchNorm "kernels"; of both "cpu" (PyTorch's kernels, as exact as ours),
         "torch" (what torch.nn would do) or "reference" (the float64 definition).
-    tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products emulate fp32) or, of
-        a BatchNorm, the memory format ("NCHW", "channels_last") and, in training, which passes read the input from
-        memory once ("on chip forward and backward", "on chip forward", "on chip backward"; else they read it twice; not
-        said of an input that is copied first).
+    tile: the GEMM's CTA tile ("large 128x128 tile"; "split large 128x128 tile" where fp16 products
+        emulate fp32) or, of a BatchNorm, the memory format ("NCHW", "channels_last") and, in
+        training, which passes read the input from memory once ("on chip forward and backward",
+        "on chip forward", "on chip backward"; else they read it twice; not said of an input that is
+        copied first).
     reason: why not the fastest path, "" where it is the fastest.
     """
 
@@ -49,10 +50,8 @@ def explain(target: nn.Module) -> Report: ...  # type: ignore[overload-overlap]
 def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan: ...
 
 
-def explain(
-    target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Plan | Report:
-    """The plan of `target(*args, **kwargs)`, which is not run: no data is read and no state changes.
+def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any) -> Plan | Report:
+    """The plan of `target(*args, **kwargs)`, which is not run: nothing is read and nothing changes.
 
     Of a module and no arguments: a report, a dict that gives for the qualified name of each
     BatchNorm, Linear and activation in it how it is fused, or why it is left alone.
@@ -63,7 +62,7 @@ def explain(
 
     Raises:
         TypeError: another target, or arguments that it doesn't take.
-        RuntimeError: CUDA tensors without the compiled library, or operands that don't fit together.
+        RuntimeError: CUDA tensors without the compiled library, or operands that don't fit.
     """
     if isinstance(target, nn.Module):
         if not args and not kwargs:
@@ -137,8 +136,9 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     if a["training"] and not channels_last:
         passes = {"forward": False, "backward": True}
         on_chip = " and ".join(
-            name for name, backward in passes.items() if batch_norm_ops.batch_norm_plan(input, backward)[0]
+            name
+            for name, backward in passes.items()
+            if batch_norm_ops.batch_norm_plan(input, backward)[0]
         )
         layout += f", on chip {on_chip}" if on_chip else ""
     return Plan("kernels", layout, "")
-

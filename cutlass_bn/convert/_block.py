@@ -17,7 +17,7 @@ from ._trace import NotTraceable, observe, trace
 
 
 class Plan(NamedTuple):
-    """The fused forward of a container, and what must be so for it to be the container's forward."""
+    """The fused forward of a container, and what must be so for it to stand for its own."""
 
     function: Callable[..., Any]
     arguments: int

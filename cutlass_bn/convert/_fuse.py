@@ -49,7 +49,7 @@ class Fusion(NamedTuple):
     layer: str | None  # the activation's child; None: a function
 
     def fits(self, children: dict[str, Any]) -> bool:
-        """Whether no child involved was hooked or changed. Their classes are known to be the same."""
+        """Whether no child involved was hooked or changed. Their classes are the same."""
         norm = children[self.norm]
         if not is_fusible(norm) or not norm.is_bare():
             return False

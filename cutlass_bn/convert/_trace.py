@@ -243,7 +243,7 @@ class _Proxy(fx.Proxy):
 
 
 def _in_place(name: str) -> Any:
-    """fx's own stand-in takes `a += b` for `a = a + b`, which has another dtype and changes no a."""
+    """fx's stand-in takes `a += b` for `a = a + b`, which has another dtype and changes no a."""
     function = getattr(operator, name)
 
     def method(self: fx.Proxy, other: Any) -> fx.Proxy:

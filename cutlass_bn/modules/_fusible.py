@@ -11,7 +11,7 @@ LEFT_ALONE = "_left_alone_by_convert"  # set on a module that convert's filter_f
 
 NORMS: set[type] = set()  # our modules, by exact class
 
-# Of the exact types of activations, the name of what an instance computes, or None: not one of ours.
+# Of the exact types of activations, the name of what an instance computes; None: not one of ours.
 ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
     nn.ReLU: lambda module: "relu",
     nn.LeakyReLU: lambda module: "leaky_relu" if module.negative_slope == 0.01 else None,
