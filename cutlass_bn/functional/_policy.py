@@ -155,7 +155,11 @@ def contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def autocast(tensor: Tensor) -> Tensor:

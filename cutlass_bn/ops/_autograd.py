@@ -111,6 +111,12 @@ class Kernels(NamedTuple):
     inference: Pass
 
 
+def take_any_layout(*ops: Any) -> None:
+    """Inductor then makes no copies into the strides that tensors have in eager mode."""
+    for op in ops:  # not in the schemas: the stable ABI of torch 2.11 has no tags
+        op.tags.append(torch.Tag.flexible_layout)
+
+
 def on_autograd_key(name: str, op: Op, with_gradient: Op) -> None:
     """Not register_autograd, which takes no op that updates its arguments."""
 

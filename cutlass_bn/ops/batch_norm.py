@@ -25,9 +25,9 @@ from ._autograd import (
     Op,
     Pass,
     differentiable,
-    dtype_if,
     on_autograd_key,
     over_a_batch,
+    take_any_layout,
     takes_formula,
     wide_dtype,
 )
@@ -72,11 +72,7 @@ def _fake_backward(grad: Tensor, input: Tensor | None, *others: Any) -> tuple[Te
     def matrix(asked: bool) -> Tensor:
         if not asked:
             return grad.new_empty((0,))
-        if input is not None:
-            return torch.empty_like(dense(input))
-        if grad.is_contiguous() or grad.movedim(1, -1).is_contiguous():
-            return torch.empty_like(grad)
-        return grad.new_empty(grad.shape)
+        return torch.empty_like(dense(grad if input is None else input))
 
     return matrix(input_grad), matrix(residual_grad), vector(weight_grad), vector(bias_grad)
 
@@ -118,7 +114,8 @@ class _Asked(NamedTuple):
 
 
 def _keep_dtypes(ctx: Any, weight: Tensor | None, bias: Tensor | None, activation: int) -> None:
-    ctx.weight_dtype, ctx.bias_dtype = dtype_if(True, weight), dtype_if(True, bias)
+    ctx.weight_dtype = None if weight is None else weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.activation = activation
 
 
@@ -126,7 +123,7 @@ def _save_for_training(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor,
     input, residual, _, _, _, weight, bias, _, _, activation = inputs
     y, stats = outputs
     # The gradients of residual and bias alone need only grad.
-    if activation or ctx.needs_input_grad[0] or ctx.needs_input_grad[5]:
+    if activation or input.requires_grad or (weight is not None and weight.requires_grad):
         after = _after(activation, residual, y)
         ctx.save_for_backward(input, stats, weight, bias if activation else None, after)
     else:
@@ -292,6 +289,7 @@ def _register() -> None:
     )
     for name, op in (("backward", backward), ("inference_backward", inference_backward)):
         torch.library.register_vmap(f"cutlass_bn::batch_norm_{name}", over_a_batch(op))
+    take_any_layout(batch_norm_training, batch_norm_inference, backward, inference_backward)
 
 
 if library_is_loaded():

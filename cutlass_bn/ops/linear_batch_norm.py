@@ -23,6 +23,7 @@ from ._autograd import (
     dtype_if,
     on_autograd_key,
     over_a_batch,
+    take_any_layout,
     takes_formula,
     wide_dtype,
 )
@@ -248,6 +249,7 @@ def _register() -> None:
         setup_context=_save_for_inference,
     )
     torch.library.register_vmap("cutlass_bn::linear_batch_norm_backward", over_a_batch(backward))
+    take_any_layout(training, inference, backward)
 
 
 if _library.library_is_loaded():
