@@ -26,23 +26,11 @@ struct Activated {
   }
 };
 
-// relu and leaky_relu, one kernel for both. Selected, not multiplied by 0: relu takes what is not
-// finite to 0 as well.
-struct Rectified {
-  static constexpr bool kIdentity = false;
-  bool leaky;
-
-  __device__ __forceinline__ float operator()(float v) const {
-    float const low = leaky ? v * kLeakySlope : 0.f;
-    return v < 0.f ? low : v;
-  }
-  // v, or y, whose sign is the same.
-  __device__ __forceinline__ float gradient(float dy, float v) const {
-    float const low = leaky ? dy * kLeakySlope : 0.f;
-    bool const passes = leaky ? v > 0.f : !(v <= 0.f);  // NaN passes relu
-    return passes ? dy : low;
-  }
-};
+template <class Act>
+inline constexpr bool is_relu = std::is_same_v<Act, Activated<Activation::kRelu>>;
+template <class Act>
+inline constexpr bool is_rectifier = is_relu<Act> ||
+                                     std::is_same_v<Act, Activated<Activation::kLeakyRelu>>;
 
 // Any of them: for kernels that take an element at a time, which are slow anyhow.
 struct AnyActivation {
@@ -69,9 +57,10 @@ void dispatch_activated(Activation activation, Body&& body) {
     return body(AnyActivation{activation});
   } else {
     switch (activation) {
+      case Activation::kRelu: return body(Activated<Activation::kRelu>{});
       case Activation::kGelu: return body(Activated<Activation::kGelu>{});
       case Activation::kSilu: return body(Activated<Activation::kSilu>{});
-      default: return body(Rectified{activation == Activation::kLeakyRelu});
+      default: return body(Activated<Activation::kLeakyRelu>{});
     }
   }
 }
@@ -80,12 +69,17 @@ void dispatch_activated(Activation activation, Body&& body) {
 // - mean) too.
 template <class Act, Saved kSavedOf, bool kWithXOf>
 struct Derivative {
+  using Activation = Act;
   static constexpr bool kIdentity = Act::kIdentity, kWithX = kWithXOf;
   static constexpr Saved kSaved = kSavedOf;
   static constexpr bool kReadsSaved = kSaved != Saved::kNothing;
   static constexpr bool kMakesV = !kIdentity && kSaved != Saved::kOutput;
   static_assert(!kMakesV || kWithX);
   static constexpr int kTensors = 1 + kWithX + kReadsSaved;
+  // Of the column kernels, whose threads hold what V channels need.
+  static constexpr int blocks_per_sm(int V) {
+    return V == 4 && kTensors + kMakesV > 2 ? 2 : column_blocks_per_sm(V);
+  }
   // As many vectors of each tensor in flight as registers are left for.
   static constexpr int kLoads = kMakesV && kReadsSaved ? kGradientLoads<true> / 2
                                                        : kGradientLoads<(kTensors > 1)>;
@@ -113,14 +107,11 @@ void dispatch_derivative(GradientSource const& source, Body&& body) {
   Saved const saved = source.saved_as();
   dispatch_activated<V>(source.layer.activation, [&](auto act) {
     using Act = decltype(act);
-    constexpr bool kAny = std::is_same_v<Act, AnyActivation>;
-    constexpr bool kFromOutput = kSaves && (kAny || std::is_same_v<Act, Rectified>);
-    constexpr bool kFromResidual = kSaves && !std::is_same_v<Act, Rectified>;
     if constexpr (Act::kIdentity) {
       return with_x ? body(Derivative<Act, Saved::kNothing, true>{act})
                     : body(Derivative<Act, Saved::kNothing, false>{act});
     } else {
-      if constexpr (kFromOutput) {
+      if constexpr (kSaves && (V == 1 || is_rectifier<Act>)) {
         if (saved == Saved::kOutput) {
           return with_x ? body(Derivative<Act, Saved::kOutput, true>{act})
                         : body(Derivative<Act, Saved::kOutput, false>{act});
@@ -128,7 +119,7 @@ void dispatch_derivative(GradientSource const& source, Body&& body) {
       }
       CUTLASS_BN_CHECK(with_x,
                        "x: expected a tensor, as the activation's derivative depends on it");
-      if constexpr (kFromResidual) {
+      if constexpr (kSaves && (V == 1 || !is_rectifier<Act>)) {
         if (saved == Saved::kResidual) return body(Derivative<Act, Saved::kResidual, true>{act});
       }
       return body(Derivative<Act, Saved::kNothing, true>{act});

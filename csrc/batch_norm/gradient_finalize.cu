@@ -19,10 +19,9 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   GradientInputs inputs;
   if (valid && thread.slice == 0) inputs = load_inputs(p, channel);
 
-  WideSums const sums = thread.template add_tiles<WideSums>(valid, p.tiles, [&](int64_t tile) {
-    float2 const partial = p.partials[tile * p.channels + channel];
-    return WideSums{double(partial.x), double(partial.y)};
-  });
+  WideSums const sums = thread.template add_tiles<WideSums>(
+      valid, p.tiles, [&](int64_t tile) { return p.partials[tile * p.channels + channel]; },
+      [](int64_t, float2 partial) { return WideSums{double(partial.x), double(partial.y)}; });
   if (thread.slice == 0 && valid) store_gradients(p, channel, channel_gradients(p, sums, inputs));
 }
 
@@ -31,7 +30,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
 void launch_gradient_finalize(GradientFinalizeParams const& params, cudaStream_t stream) {
   CUTLASS_BN_CHECK((params.maps.main == nullptr && !params.dscale) || params.stats != nullptr,
                    "maps: expected stats, got none");
-  launch_finalize_kernel(gradient_finalize_kernel<32>, gradient_finalize_kernel<8>, params, stream);
+  launch_finalize_kernel(gradient_finalize_kernel<32>, gradient_finalize_kernel<8>,
+                         gradient_finalize_kernel<4>, params, stream);
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -3,6 +3,7 @@
 
 #include "batch_norm/gradient_map.cuh"
 #include "batch_norm/params.h"
+#include "batch_norm/relu_mask.cuh"
 #include "common/affine.cuh"
 
 namespace cutlass_bn::batch_norm {
@@ -88,6 +89,10 @@ __device__ __forceinline__ void store_gradients(GradientFinalizeParams const& p,
   p.maps.main[channel] = make_float4(g.map.mean, g.map.mean_dy, g.map.slope, g.map.gain);
   p.maps.shift[channel] = g.map.shift;
   if (p.maps.offset != nullptr) p.maps.offset[channel] = g.offset;
+  if (p.maps.threshold == nullptr) return;
+  Affine const map{g.map.mean, g.map.gain, g.offset};
+  p.maps.threshold[channel] = p.x_dtype == DType::kFloat16 ? relu_threshold<__half>(map)
+                                                           : relu_threshold<__nv_bfloat16>(map);
 }
 
 }  // namespace cutlass_bn::batch_norm

@@ -31,4 +31,10 @@ __device__ __forceinline__ float load_offset(GradientMaps const& maps, int64_t c
   return offset;
 }
 
+__device__ __forceinline__ uint32_t load_threshold(GradientMaps const& maps, int64_t channel) {
+  uint32_t threshold;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(threshold) : "l"(maps.threshold + channel));
+  return threshold;
+}
+
 }  // namespace cutlass_bn::batch_norm

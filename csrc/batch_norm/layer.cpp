@@ -36,6 +36,9 @@ struct BackwardWorkspace {
       maps = {passes.take<float4>(channels), passes.take<float>(channels)};
       if (request.activation != Activation::kNone && !request.reads_saved())
         maps.offset = passes.take<float>(channels);
+      if (maps.offset != nullptr && request.activation == Activation::kRelu &&
+          request.dtype != DType::kFloat32)
+        maps.threshold = passes.take<uint32_t>(channels);
     }
     exchange = on_chip.take<float4>(plan.on_chip ? plan.on_chip->exchange_values() : 0);
     bytes = std::max(passes.bytes(), on_chip.bytes());
@@ -57,6 +60,7 @@ void launch_reduction(Plan const& plan, GradientSource const& source, void* dv,
   finalize.partials = workspace.partials;
   finalize.tiles = plan.tiles();
   finalize.maps = workspace.maps;
+  finalize.x_dtype = plan.dtype;
   if (source.x == nullptr) finalize.stats = nullptr;
   launch_gradient_finalize(finalize, stream);
 }
@@ -76,8 +80,9 @@ void launch_scale(GradientSource const& dv, void* dx, cudaStream_t stream) {
 
 }  // namespace
 
-Plan plan_forward(ChannelView const& view, DType dtype, bool aligned) {
-  Plan plan{view, dtype, aligned ? plan_on_chip(view, dtype, false) : std::nullopt,
+Plan plan_forward(ChannelView const& view, DType dtype, bool aligned, bool with_residual) {
+  bool const on_chip = aligned && !with_residual;
+  Plan plan{view, dtype, on_chip ? plan_on_chip(view, dtype, false) : std::nullopt,
             choose_rows_per_tile(view, dtype)};
   plan.workspace_bytes = ForwardWorkspace(plan, nullptr).bytes;
   return plan;
@@ -88,8 +93,8 @@ void launch_forward(Plan const& plan, ForwardParams const& p, void* memory, cuda
   FinalizeParams finalize = p.finalize;
   finalize.channels = plan.view.channels;
   finalize.rows = plan.view.rows();
-  if (plan.on_chip && on_chip::launch_forward({p.x, p.residual, p.y, plan.dtype, p.gamma, p.beta,
-                                               p.activation, finalize, workspace.exchange},
+  if (plan.on_chip && on_chip::launch_forward({p.x, p.y, plan.dtype, p.gamma, p.beta, p.activation,
+                                               finalize, workspace.exchange},
                                               *plan.on_chip, stream)) {
     return;
   }

@@ -38,8 +38,9 @@ struct ForwardParams {
                             // running_var, counter, momentum, eps
 };
 
-// aligned: x, the residual and y are at multiples of 16 bytes.
-Plan plan_forward(ChannelView const& view, DType dtype, bool aligned);
+// aligned: x and y are at multiples of 16 bytes. With a residual nothing is kept on chip: a third
+// tensor takes what that gains.
+Plan plan_forward(ChannelView const& view, DType dtype, bool aligned, bool with_residual = false);
 void launch_forward(Plan const& plan, ForwardParams const& params, void* workspace,
                     cudaStream_t stream);
 

@@ -95,6 +95,8 @@ struct GradientMaps {
   float* shift = nullptr;   // [channels]
   float* offset = nullptr;  // [channels]: v = (x - mean) * gain + offset; null where no activation
                             // follows
+  uint32_t* threshold = nullptr;  // [channels]: of relu_mask.cuh; null but for relu where x and dy
+                                  // are of half precision
 };
 
 struct GradientFinalizeParams {
@@ -110,10 +112,11 @@ struct GradientFinalizeParams {
                         // absent: 1
   ChannelVector gamma;  // [channels], for maps and dscale; absent: 1
   ChannelVector beta;   // [channels], for maps.offset; absent: 0
-  MutableChannelVector dscale;  // [channels]; absent: not asked for; only with stats
-  MutableChannelVector dgamma;  // [channels]; absent: not asked for
-  MutableChannelVector dbeta;   // [channels]; absent: not asked for
-  GradientMaps maps;            // absent: not asked for; only with stats
+  MutableChannelVector dscale;      // [channels]; absent: not asked for; only with stats
+  MutableChannelVector dgamma;      // [channels]; absent: not asked for
+  MutableChannelVector dbeta;       // [channels]; absent: not asked for
+  GradientMaps maps;                // absent: not asked for; only with stats
+  DType x_dtype = DType::kFloat32;  // for maps.threshold
 };
 
 // dx of training. Of what is saved nothing is read: dv is, in place of dy and without an
@@ -135,9 +138,8 @@ struct GradientScaleParams {
 // The whole of a training forward and backward, for channels that are kept on chip
 // (on_chip/plan.h).
 struct OnChipForwardParams {
-  void const* x = nullptr;         // as the plan's view says; a multiple of 16 bytes
-  void const* residual = nullptr;  // the same, as is y; null: none
-  void* y = nullptr;
+  void const* x = nullptr;  // as the plan's view says; a multiple of 16 bytes
+  void* y = nullptr;        // the same
   DType dtype = DType::kFloat32;
   ChannelVector gamma, beta;  // [channels]; absent: 1, 0
   Activation activation = Activation::kNone;

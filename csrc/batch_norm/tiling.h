@@ -91,6 +91,7 @@ struct ColumnTiling {
   int64_t columns = 0;         // channels * inner
   int64_t rows = 0;            // outer
   int32_t rows_per_tile = 0;   // outer indices per tile
+  int32_t group = 1;           // tiles whose blocks may take rows in turn: those that run together
   int32_t block_vectors = 1;   // vectors of a row that a block covers
   int32_t block_rows = 1;      // rows that it covers at a time: kThreads / block_vectors
   int32_t block_channels = 1;  // block_vectors * V / inner

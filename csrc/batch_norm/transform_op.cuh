@@ -6,12 +6,13 @@
 //   coefficients(...)     loads them
 //   Packets               V elements of each tensor that it reads
 //   load(...)             from `at`
-//   store(...)            maps and stores them; of(v): element v's coefficients
+//   store(...)            maps and stores them; of(v, i): coefficient i of element v
 #pragma once
 
 #include "batch_norm/after.cuh"
 #include "batch_norm/channel_affines.cuh"
 #include "batch_norm/gradient_map.cuh"
+#include "batch_norm/relu_mask.cuh"
 #include "batch_norm/transform_walk.cuh"
 #include "common/packet.cuh"
 
@@ -53,8 +54,7 @@ struct ForwardOp {
   template <class Of>
   __device__ __forceinline__ void store(Packets& p, Place const& at, Of const& of) const {
     p.x.transform([&](int v, float value) {
-      float const(&c)[3] = of(v);
-      float const normalised = Affine{c[0], c[1], c[2]}(value);
+      float const normalised = Affine{of(v, 0), of(v, 1), of(v, 2)}(value);
       return act(kResidual ? normalised + p.residual[v] : normalised);
     });
     p.x.store(y + at.offset);
@@ -66,7 +66,7 @@ struct ForwardOp {
 template <class G, class T, int V, class Act, bool kMatrixOf>
 struct GradientOp {
   static constexpr int kCoefficients = Act::kIdentity ? 5 : 6;
-  static constexpr bool kMatrix = kMatrixOf;
+  static constexpr bool kMatrix = kMatrixOf, kMasks = is_relu<Act> && sizeof(G) == 2 && V > 1;
   static constexpr int kAccesses = kMatrix || !Act::kIdentity ? 2 * kTransformAccesses
                                                               : kTransformAccesses;
   static constexpr int kBlocksPerSm = kAccesses > kTransformAccesses ? 2 : V == 8 ? 3 : 4;
@@ -85,7 +85,11 @@ struct GradientOp {
   __device__ __forceinline__ void coefficients(int64_t channel, float (&c)[kCoefficients]) const {
     GradientMap const map = load_map(maps, channel);
     c[0] = map.mean, c[1] = map.mean_dy, c[2] = map.slope, c[3] = map.gain, c[4] = map.shift;
-    if constexpr (!Act::kIdentity) c[5] = load_offset(maps, channel);
+    if constexpr (kMasks) {
+      c[5] = __uint_as_float(load_threshold(maps, channel));
+    } else if constexpr (!Act::kIdentity) {
+      c[5] = load_offset(maps, channel);
+    }
   }
 
   __device__ __forceinline__ void load(Packets& p, Place const& at) const {
@@ -95,11 +99,19 @@ struct GradientOp {
 
   template <class Of>
   __device__ __forceinline__ void store(Packets& p, Place const& at, Of const& of) const {
+    if constexpr (kMasks) {
+#pragma unroll
+      for (int v = 0; v < V; v += 2) {
+        ReluThreshold const threshold = of_pair(__float_as_uint(of(v, 5)),
+                                                __float_as_uint(of(v + 1, 5)));
+        p.dy.part[0].word[v / 2] &= threshold.template passes<T>(p.x.word[v / 2]);
+      }
+    }
     p.x.transform([&](int v, float value) {
-      float const(&c)[kCoefficients] = of(v);
-      GradientMap const map{c[0], c[1], c[2], c[3], c[4]};
+      GradientMap const map{of(v, 0), of(v, 1), of(v, 2), of(v, 3), of(v, 4)};
       float dv = p.dy[v];
-      if constexpr (!Act::kIdentity) dv = act.gradient(dv, fmaf(value - map.mean, map.gain, c[5]));
+      if constexpr (!Act::kIdentity && !kMasks)
+        dv = act.gradient(dv, fmaf(value - map.mean, map.gain, of(v, 5)));
       return map(dv, value);
     });
     p.x.store(dx + (kMatrix ? at.row * dx_row_stride + at.column : at.offset));
@@ -144,17 +156,16 @@ struct ScaleOp {
   template <class Of>
   __device__ __forceinline__ void store(Packets& p, Place const& at, Of const& of) const {
     p.dy.transform([&](int v, float value) {
-      float const(&c)[3] = of(v);
       float made = p.saved[v];
       if (saved_as != Saved::kOutput) {
-        made = Affine{c[0], c[1], c[2]}(p.x[v]);
+        made = Affine{of(v, 0), of(v, 1), of(v, 2)}(p.x[v]);
         if (saved_as == Saved::kResidual) made += p.saved[v];
       }
       return act.gradient(value, made);
     });
     if (dv != nullptr) p.dy.store(dv + at.offset);
     if (dx == nullptr) return;
-    p.dy.transform([&](int v, float value) { return value * of(v)[1]; });
+    p.dy.transform([&](int v, float value) { return value * of(v, 1); });
     p.dy.store(dx + at.offset);
   }
 };

@@ -16,17 +16,25 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_kernel(FinalizePara
   FinalizeInputs inputs;
   if (valid && thread.slice == 0) inputs = load_inputs(p, channel);
 
-  double const shift = valid ? double(p.partials[channel].x) : 0.0;
-  TileSums const sums = thread.template add_tiles<TileSums>(valid, p.tiles, [&](int64_t tile) {
-    float2 const partial = p.partials[tile * p.channels + channel];
-    float const remainder = p.remainders != nullptr ? p.remainders[tile * p.channels + channel]
-                                                    : 0.f;
-    int64_t const left = p.rows - tile * p.rows_per_tile;
-    double const count = double(left < p.rows_per_tile ? left : p.rows_per_tile);
-    return tile_sums(count, (double(partial.x) - shift) + double(remainder), double(partial.y));
-  });
+  float const shift = valid ? p.partials[channel].x : 0.f;
+  struct Tile {
+    float2 partial;
+    float remainder;
+  };
+  TileSums const sums = thread.template add_tiles<TileSums>(
+      valid, p.tiles,
+      [&](int64_t tile) {
+        int64_t const at = tile * p.channels + channel;
+        return Tile{p.partials[at], p.remainders != nullptr ? p.remainders[at] : 0.f};
+      },
+      [&](int64_t tile, Tile const& t) {
+        int64_t const left = p.rows - tile * p.rows_per_tile;
+        double const count = double(left < p.rows_per_tile ? left : p.rows_per_tile);
+        double const delta = (double(t.partial.x) - double(shift)) + double(t.remainder);
+        return tile_sums(count, delta, double(t.partial.y));
+      });
   if (thread.slice == 0 && valid)
-    store_stats(p, channel, channel_stats(p, shift, sums, inputs.scale), inputs);
+    store_stats(p, channel, channel_stats(p, double(shift), sums, inputs.scale), inputs);
 }
 
 __global__ void count_batch_kernel(int64_t* num_batches_tracked) {
@@ -46,7 +54,8 @@ void launch_count_after(FinalizeParams const& params, cudaStream_t stream) {
 }
 
 void launch_finalize(FinalizeParams const& params, cudaStream_t stream) {
-  launch_finalize_kernel(finalize_kernel<32>, finalize_kernel<8>, params, stream);
+  launch_finalize_kernel(finalize_kernel<32>, finalize_kernel<8>, finalize_kernel<4>, params,
+                         stream);
   launch_count_after(params, stream);
 }
 

@@ -16,16 +16,28 @@ struct FinalizeThread {
   int lane = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
   int64_t channel = int64_t(blockIdx.x) * kColumns + lane;
 
-  // The sum of of_tile(tile) over all tiles, in a fixed order. Slice 0 has the result. All threads
-  // of the block call it.
-  template <class Sums, class OfTile>
-  __device__ __forceinline__ Sums add_tiles(bool valid, int64_t tiles,
+  // The sum of of_tile(tile, load(tile)) over all tiles, in a fixed order. Slice 0 has the result.
+  // All threads of the block call it. Many loads are in flight together: one tile after the other
+  // would cost a round trip to memory each.
+  template <class Sums, class Load, class OfTile>
+  __device__ __forceinline__ Sums add_tiles(bool valid, int64_t tiles, Load const& load,
                                             OfTile const& of_tile) const {
     constexpr int kSlices = kFinalizeThreads / kColumns, kWarps = kFinalizeThreads / 32;
+    constexpr int kInFlight = 16;
     Sums sums;
     if (valid) {
-#pragma unroll 8
-      for (int64_t tile = slice; tile < tiles; tile += kSlices) add(sums, of_tile(tile));
+#pragma unroll 1
+      for (int64_t first = slice; first < tiles; first += kSlices * kInFlight) {
+        decltype(load(first)) loaded[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (first + i * kSlices < tiles) loaded[i] = load(first + i * kSlices);
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (first + i * kSlices < tiles) add(sums, of_tile(first + i * kSlices, loaded[i]));
+        }
+      }
     }
     for (int distance = 16; distance >= kColumns; distance /= 2)
       add(sums, shuffle_xor(sums, distance));
@@ -39,14 +51,20 @@ struct FinalizeThread {
   }
 };
 
-// A kernel for 32 channels a block and one for 8: few channels get narrow blocks, or there would be
-// too few of them.
+// A kernel for 32 channels a block, one for 8 and one for 4: few channels get narrow blocks, or
+// there would be too few of them.
 template <class Params>
-void launch_finalize_kernel(void (*wide)(Params), void (*narrow)(Params), Params const& params,
-                            cudaStream_t stream) {
-  bool const many = params.channels >= 32 * device_info().sm_count / 2;
-  dim3 const grid(static_cast<unsigned>(ceil_div(params.channels, many ? 32 : 8)));
-  launch_kernel(many ? wide : narrow, grid, dim3(kFinalizeThreads), 0, stream, params);
+void launch_finalize_kernel(void (*wide)(Params), void (*narrow)(Params), void (*narrowest)(Params),
+                            Params const& params, cudaStream_t stream) {
+  int64_t const sm_count = device_info().sm_count;
+  int const columns = params.channels >= 16 * sm_count  ? 32
+                      : params.channels >= 4 * sm_count ? 8
+                                                        : 4;
+  dim3 const grid(static_cast<unsigned>(ceil_div(params.channels, columns)));
+  launch_kernel(columns == 32  ? wide
+                : columns == 8 ? narrow
+                               : narrowest,
+                grid, dim3(kFinalizeThreads), 0, stream, params);
 }
 
 }  // namespace cutlass_bn

@@ -47,7 +47,10 @@ struct BackwardWorkspace {
     tiles = ceil_div(p.m, rows_per_tile);
     partials = pieces.take<float2>(tiles * p.n);
     if (p.du != nullptr)
-      maps = {pieces.take<float4>(p.n), pieces.take<float>(p.n), pieces.take<float>(p.n)};
+      maps = {pieces.take<float4>(p.n), pieces.take<float>(p.n), pieces.take<float>(p.n),
+              pieces.take<uint32_t>(p.n)};
+    if (p.layer.activation != Activation::kRelu || p.dtype == DType::kFloat32)
+      maps.threshold = nullptr;
     bytes = pieces.bytes();
   }
 };
@@ -164,6 +167,7 @@ void launch_backward(BackwardParams const& p, void* memory, cudaStream_t stream)
   finalize.dgamma = p.dgamma;
   finalize.dbeta = p.dbeta;
   finalize.maps = workspace.maps;
+  finalize.x_dtype = p.dtype;
   batch_norm::launch_gradient_finalize(finalize, stream);
   if (p.du != nullptr)
     batch_norm::columns::launch_gradient_transform({source, p.du, p.du_row_stride, workspace.maps},

@@ -56,8 +56,8 @@ std::tuple<Tensor, Tensor> batch_norm_training(
   params.gamma = gamma.contiguous();
   params.beta = beta.contiguous();
   finalize.stats = static_cast<float*>(stats.mutable_data_ptr());
-  bool const aligned = is_aligned(params.x) && is_aligned(params.residual) && is_aligned(params.y);
-  auto const plan = batch_norm::plan_forward(input.view, dtype, aligned);
+  bool const aligned = is_aligned(params.x) && is_aligned(params.y);
+  auto const plan = batch_norm::plan_forward(input.view, dtype, aligned, residual.has_value());
   WorkspaceMemory const workspace(plan.workspace_bytes, any_input);
   batch_norm::launch_forward(plan, params, workspace.data(), stream);
   return {y, stats};

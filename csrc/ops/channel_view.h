@@ -69,15 +69,10 @@ inline bool suggests_channels_last(Tensor const& t) {
   return true;
 }
 
-// Of t's layout where that is dense; else of the one that torch's batch norm gives its output. With
-// the strides that torch would give dims of size 1.
-inline Tensor empty_with_layout_of(Tensor const& t, bool is_dense = true) {
+// As torch's batch norm lays out its output for an input t.
+inline Tensor empty_with_layout_of(Tensor const& t) {
   auto const sizes = t.sizes();
   bool const channels_last = suggests_channels_last(t);
-  // Dense in another order: a row of channels after the other, of a rank that has no channels_last
-  // in torch.
-  if (is_dense && !channels_last && !t.is_contiguous())
-    return empty_strided(sizes, t.strides(), t.scalar_type(), t.get_device_index());
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   auto const next = [&](std::size_t dim) {
@@ -92,17 +87,19 @@ inline Tensor empty_with_layout_of(Tensor const& t, bool is_dense = true) {
                        t.get_device_index());
 }
 
-// A tensor and how it lies: itself where that is dense, else a copy.
+// A tensor and how it lies: itself where that is dense and as torch would lay out the output, else
+// a copy that is. (Rows of channels are channels_last to torch in ranks 4 and 5 alone.)
 struct DenseTensor {
   Tensor tensor;
   batch_norm::ChannelView view;
 
   explicit DenseTensor(Tensor const& t) : tensor(t) {
-    if (auto const own = dense_view(t)) {
+    auto const own = dense_view(t);
+    if (own && (t.is_contiguous() || suggests_channels_last(t))) {
       view = *own;
       return;
     }
-    tensor = empty_with_layout_of(t, false);
+    tensor = empty_with_layout_of(t);
     torch::stable::copy_(tensor, t);
     view = *dense_view(tensor);
   }

@@ -12,8 +12,12 @@ void columns::launch_gradient_sums(GradientSumsParams const& p, cudaStream_t str
     constexpr int V = decltype(width)::value;
     dispatch_derivative<V, sizeof(G) == sizeof(T)>(s, [&](auto derivative) {
       using Of = decltype(derivative);
-      ColumnTiling const tiling = tile_columns(
+      ColumnTiling tiling = tile_columns(
           s.view, p.rows_per_tile, V, static_cast<int>(sizeof(G) + (Of::kTensors - 1) * sizeof(T)));
+      // Where dv is stored, blocks that run together write close to each other.
+      if (Of::kReadsSaved)
+        tiling.group = std::max<int32_t>(
+            1, tiling.order.slots / static_cast<int32_t>(tiling.order.lanes));
       ColumnGradients<G, T> const gradients{static_cast<G const*>(s.dy),
                                             static_cast<T const*>(s.x),
                                             static_cast<T const*>(s.saved),

@@ -6,6 +6,7 @@
 #include "batch_norm/block_walk.cuh"
 #include "batch_norm/channel_affines.cuh"
 #include "batch_norm/gradient_sums.cuh"
+#include "batch_norm/relu_mask.cuh"
 #include "common/launch.cuh"
 #include "common/packet.cuh"
 
@@ -24,14 +25,16 @@ struct ColumnGradients {
 };
 
 template <class G, class T, int V, class Of>
-__global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
+__global__ void __launch_bounds__(kThreads, Of::blocks_per_sm(V))
     column_gradient_sums_kernel(__grid_constant__ ColumnGradients<G, T> const p,
                                 __grid_constant__ Of const derivative,
                                 __grid_constant__ ColumnTiling const t) {
   constexpr bool kWithX = Of::kWithX;
   constexpr int kLoads = Of::kLoads;
+  constexpr bool kMasks = is_relu<typename Of::Activation> && sizeof(G) == 2 && V > 1;
+  constexpr bool kMasksByX = kMasks && Of::kMakesV;
+  constexpr bool kDvFirst = Of::kReadsSaved || kMasks;  // dv takes dy's place before it is summed
   wait_for_previous_kernel();
-  allow_next_kernel();
 
   // Thread (row, vector): rows row, row + block_rows, ... of the tile, V columns at a time. From
   // the last block to the first, as in planes/gradient_sums.cu.
@@ -40,22 +43,23 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
   int64_t const channels = p.maps.channels;
   int64_t const column = (int64_t(block.lane) * t.block_vectors + vector) * V;
   int64_t const first_channel = int64_t(block.lane) * t.block_channels;
-  int64_t const first_row = block.tile * t.rows_per_tile;
-  int const rows = static_cast<int>(min(int64_t(t.rows_per_tile), t.rows - first_row));
+  // The tiles of a group take steps of rows in turn.
+  int const step = t.block_rows * kLoads;
+  int64_t const first_tile = block.tile / t.group * t.group;
+  int const tiles = static_cast<int>(min(int64_t(t.group), t.order.tiles - first_tile));
+  int64_t const first_row = first_tile * t.rows_per_tile;
+  int64_t const rows = min(int64_t(tiles) * t.rows_per_tile, t.rows - first_row);
   bool const active = row < t.block_rows && column < t.columns;
   int const row_bytes = int(sizeof(G) + (Of::kTensors - 1) * sizeof(T)) * V * t.block_vectors;
-  int const keep_rows = static_cast<int>(kept_bytes(blockIdx.x, t.order) / row_bytes);
+  int64_t const keep_rows = kept_bytes(blockIdx.x, t.order) / row_bytes * tiles;
   uint64_t const keep = evict_normal_policy(), stream = evict_first_policy();
 
-  // First the channels' coefficients, in the end the threads' sums. Those of v are read from here
-  // as they are used: in registers they would not fit.
+  // First the means, in the end the threads' sums. What v is made with is read from shared memory
+  // as it is used: in registers it would not fit. Of column vector * V + v it is at v *
+  // block_vectors + vector, so that the threads of a warp read adjacent words.
   __shared__ GradientSums shared[kThreads * V];
-  constexpr int kColumns = V * kColumnVectors;
-  static_assert(sizeof(shared) >= 3 * kColumns * sizeof(float));
+  __shared__ float2 maps[Of::kMakesV ? kThreads * V : 1];  // gain, offset; or a relu_threshold()
   auto* const means = reinterpret_cast<float*>(shared);
-  auto* const maps = reinterpret_cast<float2*>(means + kColumns);  // gain, offset
-  // Column vector * V + v is at v * kColumnVectors + vector, so that the threads of a warp read
-  // adjacent words.
   float mean[V] = {};
   if constexpr (kWithX) {
     int const block_columns = t.block_vectors * V;
@@ -63,17 +67,31 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
       int64_t const channel = first_channel +
                               (t.inner == 1 ? c : int(unsigned(c) / unsigned(t.inner)));
       if (channel >= channels) break;
-      int const at = c % V * kColumnVectors + c / V;
+      int const at = c % V * t.block_vectors + c / V;
       if constexpr (Of::kMakesV) {
         Affine const map = p.maps.at(channel);
-        means[at] = map.mean, maps[at] = {map.gain, map.shift};
+        means[at] = map.mean;
+        if constexpr (kMasksByX) {
+          maps[at].x = __uint_as_float(relu_threshold<T>(map));
+        } else {
+          maps[at] = {map.gain, map.shift};
+        }
       } else {
         means[at] = p.maps.mean_at(channel);
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int v = 0; v < V; ++v) mean[v] = active ? means[v * kColumnVectors + vector] : 0.f;
+    for (int v = 0; v < V; ++v) mean[v] = active ? means[v * t.block_vectors + vector] : 0.f;
+  }
+  ReluThreshold passes[kMasksByX ? V / 2 : 1];
+  if constexpr (kMasksByX) {
+#pragma unroll
+    for (int v = 0; v < V; v += 2) {
+      int const at = v * t.block_vectors + (active ? vector : 0);
+      passes[v / 2] = of_pair(__float_as_uint(maps[at].x),
+                              __float_as_uint(maps[at + t.block_vectors].x));
+    }
   }
 
   GradientSums sums[V];
@@ -81,12 +99,20 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     Packets<G, V> gradients[kLoads];
     Packet<T, V> values[kLoads], saved[kLoads];
     int64_t const stride = t.block_rows * t.row_stride, dy_stride = t.block_rows * p.dy_row_stride;
-    int64_t from = (first_row + row) * t.row_stride + column,
-            dy_from = (first_row + row) * p.dy_row_stride + column;
+    int64_t const apart = int64_t(tiles) * step;
+    int64_t r = (block.tile - first_tile) * step + row;  // in the group
+    int64_t from = (first_row + r) * t.row_stride + column,
+            dy_from = (first_row + r) * p.dy_row_stride + column;
     auto const load = [&](int u, uint64_t policy) {
-      gradients[u].load(p.dy + dy_from + u * dy_stride, policy);
-      if (kWithX) values[u].load(p.x + from + u * stride, policy);
-      if (Of::kReadsSaved) saved[u].load(p.saved + from + u * stride, policy);
+      if constexpr (Of::kReadsSaved) {
+        // With default caching: beside stores of dv hints cost a tenth.
+        gradients[u].load(p.dy + dy_from + u * dy_stride);
+        if (kWithX) values[u].load(p.x + from + u * stride);
+        saved[u].load(p.saved + from + u * stride);
+      } else {
+        gradients[u].load(p.dy + dy_from + u * dy_stride, policy);
+        if (kWithX) values[u].load(p.x + from + u * stride, policy);
+      }
     };
     auto const dv_of = [&](int u, int v, float dy, float2 map) {
       return derivative(dy, kWithX ? values[u][v] - mean[v] : 0.f, map.x, map.y,
@@ -94,45 +120,52 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     };
     auto const map_of = [&](int v) {
       if constexpr (Of::kMakesV) {
-        return maps[v * kColumnVectors + vector];
+        return maps[v * t.block_vectors + vector];
       } else {
         return float2{};
       }
     };
     // count: vectors that are there; of the others dy is 0, which adds nothing.
     auto const add_step = [&](int count) {
-      if constexpr (Of::kReadsSaved) {  // dv as it is stored
+      if constexpr (kDvFirst) {  // as it is stored
 #pragma unroll
         for (int u = 0; u < kLoads; ++u) {
           Packet<G, V>& gradient = gradients[u].part[0];
-          gradient.transform([&](int v, float dy) { return dv_of(u, v, dy, map_of(v)); });
-          if (p.dv != nullptr && u < count) gradient.store(p.dv + from + u * stride);
+          if constexpr (kMasks) {
+#pragma unroll
+            for (int i = 0; i < V / 2; ++i) {
+              gradient.word[i] &= kMasksByX ? passes[i].template passes<T>(values[u].word[i])
+                                            : passes_by_output<T>(saved[u].word[i]);
+            }
+          } else {
+            gradient.transform([&](int v, float dy) { return dv_of(u, v, dy, map_of(v)); });
+          }
+          if (Of::kReadsSaved && p.dv != nullptr && u < count)
+            gradient.store(p.dv + from + u * stride);
         }
       }
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         GradientSums step;
-        float2 const map = Of::kReadsSaved ? float2{} : map_of(v);
+        float2 const map = kDvFirst ? float2{} : map_of(v);
 #pragma unroll
         for (int u = 0; u < kLoads; ++u) {
-          float const dv = Of::kReadsSaved ? gradients[u][v] : dv_of(u, v, gradients[u][v], map);
+          float const dv = kDvFirst ? gradients[u][v] : dv_of(u, v, gradients[u][v], map);
           step.dy += dv;
           if (kWithX) step.product = fmaf(dv, values[u][v] - mean[v], step.product);
         }
         add(sums[v], step);
       }
     };
-    int const step = t.block_rows * kLoads;
-    int r = row;
     for (; r + step - t.block_rows < rows;
-         r += step, from += kLoads * stride, dy_from += kLoads * dy_stride) {
+         r += apart, from += apart * t.row_stride, dy_from += apart * p.dy_row_stride) {
       uint64_t const policy = r >= rows - keep_rows ? keep : stream;
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) load(u, policy);
       add_step(kLoads);
     }
     if (r < rows) {
-      int const left = (rows - r + t.block_rows - 1) / t.block_rows;
+      int const left = static_cast<int>((rows - r + t.block_rows - 1) / t.block_rows);
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
         gradients[u] = {}, values[u] = {}, saved[u] = {};
@@ -142,7 +175,8 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     }
   }
 
-  if constexpr (kWithX) __syncthreads();  // nobody reads coefficients any more
+  allow_next_kernel();                    // the finalising kernel: earlier it would only wait
+  if constexpr (kWithX) __syncthreads();  // all have read their means
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its sums
   // to the lower half.
   GradientSums* const mine = shared + threadIdx.x * V;

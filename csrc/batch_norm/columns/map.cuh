@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, Op::kBlocksPerSm)
 #pragma unroll
     for (int i = 0; i < kFloats; ++i) map[v][i] = shared[i][at];
   }
-  auto const of = [&](int v) -> float const(&)[kFloats] { return map[v]; };
+  auto const of = [&](int v, int i) { return map[v][i]; };
   int64_t row = int64_t(tile) * s.rows_per_block() + thread_row;
 #pragma unroll 1
   for (int batch = 0; batch < kBatches; ++batch, row += s.block_rows * kAccesses) {

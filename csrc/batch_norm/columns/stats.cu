@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     column_stats_kernel(T const* x, TileMomentsOut const out, int64_t channels,
                         __grid_constant__ ColumnTiling const t) {
   wait_for_previous_kernel();
-  allow_next_kernel();
 
   // Thread (row, vector): rows row, row + block_rows, ... of the tile, V columns at a time.
   // From the last block to the first, as the transform starts with the first: it finds in L2 what
@@ -72,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     for (int v = 0; v < V; ++v) moments[v].count = count;
   }
 
+  allow_next_kernel();  // the finalising kernel: earlier it would only wait
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its
   // moments to the lower half.
   __shared__ TileMoments shared[kThreads * V];

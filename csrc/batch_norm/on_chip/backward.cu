@@ -13,8 +13,7 @@ namespace {
 template <class T, class Of>
 struct GradientPass {
   static constexpr int V = kVectorWidth<T>, kTensors = 2;
-  static constexpr bool kReadsWhenSummed = Of::kReadsSaved, kReadsWhenMapped = false,
-                        kWritesBack = !Of::kIdentity;
+  static constexpr bool kReadsBeside = Of::kReadsSaved, kWritesBack = !Of::kIdentity;
   using Centre = Affine;
   using Values = Packet<T, V>[2][kLaneVectors];  // dy, x
   using Sums = GradientSums;
@@ -91,8 +90,7 @@ struct GradientPass {
     return gradients.map;
   }
 
-  __device__ __forceinline__ void apply(Map const& map, Values& values, int u,
-                                        Packet<T, V> const&) const {
+  __device__ __forceinline__ void apply(Map const& map, Values& values, int u) const {
     Packet<T, V> const& x = values[1][u];
     values[0][u].transform([&](int i, float dv) { return map(dv, x[i]); });
   }

@@ -109,7 +109,7 @@ struct ChunkRing {
           ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, slot(next_slot, t),
                              pass.source(t) + next.offset, bytes, barrier);
         }
-        if constexpr (Pass::kReadsWhenSummed) prefetch(pass.beside() + next.offset, bytes);
+        if constexpr (Pass::kReadsBeside) prefetch(pass.beside() + next.offset, bytes);
       }
       if (++next_slot == plan.slots) next_slot = 0;
       --free_slots, ++in_flight;

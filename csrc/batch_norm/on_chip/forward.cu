@@ -9,10 +9,10 @@
 namespace cutlass_bn::batch_norm {
 namespace {
 
-template <class T, class Act, bool kResidual>
+template <class T, class Act>
 struct ForwardPass {
   static constexpr int V = kVectorWidth<T>, kTensors = 1;
-  static constexpr bool kReadsWhenSummed = false, kReadsWhenMapped = kResidual, kWritesBack = false;
+  static constexpr bool kReadsBeside = false, kWritesBack = false;
   using Centre = float;
   using Values = Packet<T, V>[1][kLaneVectors];
   using Sums = TileMoments;
@@ -29,13 +29,11 @@ struct ForwardPass {
 
   Act act;
   T const* x;
-  T const* residual;
   T* y;
   ChannelVector gamma, beta;
   FinalizeParams finalize;
 
   __device__ __forceinline__ T const* source(int) const { return x; }
-  __device__ __forceinline__ T const* beside() const { return residual; }
   __device__ __forceinline__ T* target() const { return y; }
   __device__ __forceinline__ float centre(int) const { return 0.f; }
 
@@ -110,12 +108,8 @@ struct ForwardPass {
     return affine(stats.mean, stats.remainder, in.gamma * stats.invstd, in.beta);
   }
 
-  __device__ __forceinline__ void apply(Map const& map, Values& values, int u,
-                                        Packet<T, V> const& beside) const {
-    values[0][u].transform([&](int i, float value) {
-      float const normalised = map(value);
-      return act(kResidual ? normalised + beside[i] : normalised);
-    });
+  __device__ __forceinline__ void apply(Map const& map, Values& values, int u) const {
+    values[0][u].transform([&](int, float v) { return act(map(v)); });
   }
 };
 
@@ -127,18 +121,9 @@ bool on_chip::launch_forward(OnChipForwardParams const& p, OnChipPlan const& pla
   dispatch_dtype(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_activated<kVectorWidth<T>>(p.activation, [&](auto act) {
-      auto const launch_pass = [&](auto residual) {
-        ForwardPass<T, decltype(act), decltype(residual)::value> const pass{
-            act,
-            static_cast<T const*>(p.x),
-            static_cast<T const*>(p.residual),
-            static_cast<T*>(p.y),
-            p.gamma,
-            p.beta,
-            p.finalize};
-        launched = launch<T>(pass, plan, p.exchange, stream);
-      };
-      p.residual == nullptr ? launch_pass(std::false_type{}) : launch_pass(std::true_type{});
+      ForwardPass<T, decltype(act)> const pass{
+          act, static_cast<T const*>(p.x), static_cast<T*>(p.y), p.gamma, p.beta, p.finalize};
+      launched = launch<T>(pass, plan, p.exchange, stream);
     });
   });
   if (launched) launch_count_after(p.finalize, stream);

@@ -2,9 +2,8 @@
 //
 //   kTensors          that are kept on chip
 //   source(tensor), target()
-//   kReadsWhenSummed, kReadsWhenMapped
-//                     whether a further tensor, beside(), is read past shared memory when a channel
-//                     is summed or mapped
+//   kReadsBeside      whether a further tensor, beside(), is read past shared memory when a channel
+//                     is summed
 //   kWritesBack       whether add() changes the vector of the first tensor
 //   Running           a lane's sums of a channel
 //   Sums              those of a warp or a block
@@ -22,7 +21,7 @@
 //   partial(sums)     what a block publishes; .w is not 0
 //   finish(...)       from what the blocks published to the Map, in lane 0; stores the channel's
 //                     results if it is told to
-//   apply(...)        Map to a vector of each tensor, in place in the first, given that of beside()
+//   apply(...)        Map to a vector of each tensor, in place in the first
 #pragma once
 
 #include <cooperative_groups.h>
@@ -62,11 +61,13 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
   typename Pass::Centre centre = pass.centre(first_channel);
 
   auto const load_beside = [&](ChunkCursor const& at) {
-    T const* const from = pass.beside() + at.offset + lane * V;
-    int const vectors = at.vectors(plan);
+    if constexpr (Pass::kReadsBeside) {
+      T const* const from = pass.beside() + at.offset + lane * V;
+      int const vectors = at.vectors(plan);
 #pragma unroll
-    for (int u = 0; u < kLaneVectors; ++u) {
-      if (lane + 32 * u < vectors) beside[u].load(from + 32 * u * V);
+      for (int u = 0; u < kLaneVectors; ++u) {
+        if (lane + 32 * u < vectors) beside[u].load(from + 32 * u * V);
+      }
     }
   };
 
@@ -89,14 +90,11 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
     };
     for (ChunkCursor at = walk.begin(to_sum); !walk.at_end(at); walk.advance(at)) {
       int const vectors = at.vectors(plan);
-      if constexpr (Pass::kReadsWhenSummed) load_beside(at);
+      load_beside(at);
       ring.consumer_wait(sum_at);
       ring.read(sum_at, vectors, values);
       if (vectors_seen == 0) running = pass.start(own_centre, values, vectors);
       add_chunk(at, vectors);
-      if constexpr (Pass::kReadsWhenMapped) {
-        if (lane == 0) prefetch(pass.beside() + at.offset, vectors * 16);
-      }
       vectors_seen += vectors;
       sum_at.advance(plan.slots);
     }
@@ -125,14 +123,10 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
   for (int i = 0; i < plan.ahead && to_sum < plan.channels; ++i) sum_next();
   for (int channel = first_channel; channel < plan.channels; channel += plan.groups) {
     if (to_sum < plan.channels) sum_next();
-    ChunkCursor at = walk.begin(channel);
-    if constexpr (Pass::kReadsWhenMapped) {
-      if (!walk.at_end(at)) load_beside(at);
-    }
     wait(shared.mapped + map_channel.slot, map_channel.phase);
     typename Pass::Map const map = shared.maps[map_channel.slot];
     map_channel.advance(depth);
-    while (!walk.at_end(at)) {
+    for (ChunkCursor at = walk.begin(channel); !walk.at_end(at); walk.advance(at)) {
       int const vectors = at.vectors(plan);
       ring.read(map_at, vectors, values);
       ring.consumer_release();
@@ -140,15 +134,11 @@ __device__ __forceinline__ void consume_chunks(Pass const& pass, OnChipPlan cons
 #pragma unroll
       for (int u = 0; u < kLaneVectors; ++u) {
         if (lane + 32 * u < vectors) {
-          pass.apply(map, values, u, beside[u]);
+          pass.apply(map, values, u);
           values[0][u].store(to + 32 * u * V);
         }
       }
       map_at.advance(plan.slots);
-      walk.advance(at);
-      if constexpr (Pass::kReadsWhenMapped) {
-        if (!walk.at_end(at)) load_beside(at);
-      }
     }
   }
 }

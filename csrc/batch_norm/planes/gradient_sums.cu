@@ -30,7 +30,6 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
   constexpr int kLoads = Of::kLoads;
   constexpr int kStep = kThreads * kLoads;
   wait_for_previous_kernel();
-  allow_next_kernel();
 
   // From the last block to the first: what was written last, dy's end, is still in L2, and the
   // transform, which starts with the first, finds there what was read last here.
@@ -97,6 +96,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
     }
     add_step(left);
   }
+  allow_next_kernel();  // the finalising kernel: earlier it would only wait
   sums = add_block<kThreads>(sums);
   if (threadIdx.x == 0)
     p.partials[block.tile * t.order.lanes + block.lane] = {sums.dy, sums.product};

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
   op.load(packets, place);
   float map[Op::kCoefficients];
   op.coefficients(vectors.channel_of(vector), map);
-  op.store(packets, place, [&](int) -> float const(&)[Op::kCoefficients] { return map; });
+  op.store(packets, place, [&](int, int i) { return map[i]; });
 }
 
 template <int V, class Op>

@@ -16,7 +16,6 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
   constexpr int kChunk = kValues < 32 ? kValues : 32;  // as many as fit in registers as fp32
   constexpr int kStep = kThreads * kUnroll;
   wait_for_previous_kernel();
-  allow_next_kernel();
 
   // From the last block to the first, as the transform starts with the first: it finds in L2 what
   // was read last here.
@@ -56,6 +55,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
         moments = merge(moments, moments_of<kChunk>(chunk(begin), min(values - begin, kChunk)));
     }
   }
+  allow_next_kernel();  // the finalising kernel: earlier it would only wait
   moments = merge_block<kThreads>(moments);
   if (threadIdx.x == 0) report(out, block.tile * t.order.lanes + block.lane, moments);
 }
