@@ -93,9 +93,9 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     x, weight, running_mean = a["input"], a["weight"], a["running_mean"]
     vectors = (running_mean, a["running_var"], a["bias"], a["scale"], a["gamma"], a["beta"])
     dtype = _policy.output_dtype(x, a["scale"])
-    reason = _policy.reason_for_reference(x, *vectors)
+    reason = _policy.reason_for_reference(x, vectors)
     if reason is not None:
-        return Plan(_policy.choose(x, dtype, *vectors), "", reason)
+        return Plan(_policy.choose(x, dtype, vectors), "", reason)
     _library.require()
     x, weight = (_policy.autocast(tensor.detach()) for tensor in (x, weight))
     inference = not a["training"] and running_mean is not None
@@ -125,9 +125,9 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     a = bound.arguments
     input = a["input"]
     vectors = (a["running_mean"], a["running_var"], a["weight"], a["bias"])
-    reason = _policy.reason_for_reference(input, *vectors)
+    reason = _policy.reason_for_reference(input, vectors)
     if reason is not None:
-        return Plan(_policy.choose(input, input.dtype, *vectors), "", reason)
+        return Plan(_policy.choose(input, input.dtype, vectors), "", reason)
     _library.require()
     channels_last = not input.is_contiguous() and _layout.is_channels_last(input)
     layout = "channels_last" if channels_last else "NCHW"

@@ -93,11 +93,11 @@ def batch_norm_with_counter(
         raise ValueError(f"batch_norm eps must be non-negative, but got {eps}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
-    if residual is not None and residual.dtype != input.dtype:
-        residual = _as_autocast_takes(residual, input)
+    if residual is not None:
+        residual = _as_input(residual, input)
 
     statistics = (running_mean, running_var)
-    path = choose(input, input.dtype, *statistics, weight, bias)
+    path = choose(input, input.dtype, (*statistics, weight, bias))
     traced = is_traced()
     if path == "kernels":
         require()
@@ -114,7 +114,7 @@ def batch_norm_with_counter(
     try:
         if not training:
             return kernels.inference((input, residual, *statistics, weight, bias, eps, code), *how)
-        counter, momentum = plain_counter(num_batches_tracked, momentum, input.device)
+        counter, momentum = plain_counter(num_batches_tracked, momentum, input)
         y = kernels.training(
             (input, residual, *statistics, counter, weight, bias, momentum, eps, code), *how
         )
@@ -126,7 +126,13 @@ def batch_norm_with_counter(
     return y
 
 
-def _as_autocast_takes(residual: Tensor, input: Tensor) -> Tensor:
+def _as_input(residual: Tensor, input: Tensor) -> Tensor:
+    """residual in the dtype that it is added in."""
+    if residual.device != input.device:
+        here, there = input.device, residual.device
+        raise RuntimeError(f"residual: expected a tensor on {here} like input, got one on {there}")
+    if residual.dtype == input.dtype:
+        return residual
     if not torch.is_autocast_enabled(input.device.type):
         raise RuntimeError(f"residual: expected {input.dtype} like input, got {residual.dtype}")
     return residual.to(input.dtype)
@@ -166,6 +172,3 @@ def _check(
     if residual is not None and residual.shape != input.shape:
         fitting, shape = list(input.shape), list(residual.shape)
         raise RuntimeError(f"residual: expected shape {fitting} like input, got {shape}")
-    if residual is not None and residual.device != device:
-        text = f"expected a tensor on {device} like input, got one on {residual.device}"
-        raise RuntimeError(f"residual: {text}")

@@ -93,11 +93,11 @@ def linear_batch_norm(
     statistics = (running_mean, running_var)
     vectors = (bias, scale, *statistics, gamma, beta)
     dtype = output_dtype(input, scale)
-    path = choose(input, dtype, *statistics, gamma, beta, bias, scale)
+    path = choose(input, dtype, (*statistics, gamma, beta, bias, scale))
     traced = is_traced()
     if path == "kernels":
         require()
-    if path != "kernels" or traced:
+    if path != "kernels" or traced or not weight.is_cuda:
         _check(input, weight, vectors, of_batch)
     if path == "torch" or path == "reference":
         function = _aten.linear_batch_norm if path == "torch" else reference.linear_batch_norm
@@ -116,7 +116,7 @@ def linear_batch_norm(
         how = traced, wants_grad(*operands, *affine)
         if not of_batch:
             return kernels.inference((*operands, *statistics, *affine, *last), *how)
-        counter, momentum = plain_counter(num_batches_tracked, momentum, input.device)
+        counter, momentum = plain_counter(num_batches_tracked, momentum, input)
         y = kernels.training((*operands, *statistics, counter, *affine, momentum, *last), *how)
     except RuntimeError:
         _check(input, weight, vectors, of_batch)  # says what the op can't

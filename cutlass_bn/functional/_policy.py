@@ -12,7 +12,7 @@ forward-mode differentiation.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -24,22 +24,18 @@ from ..ops.product import FP32_PRODUCTS
 from ..reference import autocast_dtype
 
 Path = Literal["kernels", "cpu", "torch", "reference"]
+Vectors = tuple[Optional[Tensor], ...]  # noqa: UP045 (evaluated, by Python 3.10 too)
 TRANSFORMED = "torch.func or forward-mode differentiation is active"
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_KERNEL_DTYPES = frozenset(KERNEL_DTYPES)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _MODE_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PreDispatch)
 
 
-def choose(
-    input: Tensor,
-    dtype: torch.dtype,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    *vectors: Tensor | None,
-) -> Path:
-    """What runs. dtype: of the value that is normalised, input's or the linear layer's product."""
-    vectors = (running_mean, running_var, *vectors)
-    if input.is_cuda and reason_for_reference(input, *vectors) is None:
+def choose(input: Tensor, dtype: torch.dtype, vectors: Vectors) -> Path:
+    """What runs. dtype: of the value that is normalised, input's or the linear layer's product.
+    vectors: running_mean, running_var and the parameters."""
+    if input.is_cuda and reason_for_reference(input, vectors) is None:
         return "kernels"
     if is_transformed():
         graph = not is_traced() and _is_functionalized()
@@ -50,23 +46,22 @@ def choose(
     return "torch" if graph and _torch_takes(dtype, vectors) else "reference"
 
 
-def reason_for_reference(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    *parameters: Tensor | None,
-) -> str | None:
+def reason_for_reference(input: Tensor, vectors: Vectors) -> str | None:
     """Why the CUDA kernels don't take the call, or None where they do."""
     if not input.is_cuda:
         return f"the input is on {input.device.type}"
-    if input.dtype not in KERNEL_DTYPES:
+    if input.dtype not in _KERNEL_DTYPES:
         return f"the input is {str(input.dtype).removeprefix('torch.')}"
-    for vector in (running_mean, running_var, *parameters):
-        if vector is not None and vector.dtype not in KERNEL_DTYPES:
+    for vector in vectors:
+        if vector is None:
+            continue
+        if vector.dtype not in _KERNEL_DTYPES:
             return "a parameter or running statistic is not float32, float16 or bfloat16"
-    for buffer in (running_mean, running_var):
-        if buffer is not None and not buffer.is_contiguous():
-            return "the running statistics are not contiguous"
+        if not vector.is_cuda:  # before a meta tensor makes the call one of meta tensors
+            return "a parameter or running statistic is not on the GPU"
+    mean, var = vectors[:2]
+    if mean is not None and var is not None and not (mean.is_contiguous() and var.is_contiguous()):
+        return "the running statistics are not contiguous"
     if type(input) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(input):
         return "the input is a tensor subclass"
     if is_transformed():
@@ -109,7 +104,7 @@ def _is_plain(input: Tensor) -> bool:
     return not any(map(torch._C._dispatch_tls_is_dispatch_key_included, _MODE_KEYS))
 
 
-def _torch_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
+def _torch_takes(dtype: torch.dtype, vectors: Vectors) -> bool:
     """Whether torch's batch norm takes vectors of these dtypes: all of dtype, or float32 beside a
     half."""
     dtypes = [vector.dtype for vector in vectors if vector is not None]
@@ -117,7 +112,7 @@ def _torch_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool
     return in_float32 or all(other == dtype for other in dtypes)
 
 
-def _cpu_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
+def _cpu_takes(dtype: torch.dtype, vectors: Vectors) -> bool:
     """Whether cutlass_bn.cpu keeps the precision of all vectors: beside float64 it computes in
     float64."""
     for vector in vectors:
@@ -127,17 +122,17 @@ def _cpu_takes(dtype: torch.dtype, vectors: tuple[Tensor | None, ...]) -> bool:
 
 
 def plain_counter(
-    counter: Tensor | None, momentum: float | None, device: torch.device
+    counter: Tensor | None, momentum: float | None, input: Tensor
 ) -> tuple[Tensor | None, float | None]:
     """(the counter that the ops take in place of counter, momentum): they take an int64 on input's
     device, or none.
 
     After the call `settle_counter` brings counter up to date.
     """
-    if counter is None or (counter.dtype == torch.int64 and counter.device == device):
-        return counter, momentum
-    if counter.device == device:
-        return counter.long(), momentum
+    if counter is None:
+        return None, momentum
+    if counter.get_device() == input.get_device():  # -1 on the CPU
+        return counter if counter.dtype == torch.int64 else counter.long(), momentum
     return None, 1.0 / (float(counter) + 1.0) if momentum is None else momentum
 
 

@@ -17,12 +17,14 @@ _LINEAR_FORWARD, _BATCH_NORM_FORWARD = nn.Linear.forward, nn.BatchNorm1d.forward
 
 
 class LinearBatchNorm1d(nn.Module, Leaf):
-    """activation(BatchNorm1d(scale * Linear(x))): [M, in_features] -> [M, out_features], fused on Hopper GPUs.
+    """activation(BatchNorm1d(scale * Linear(x))): [M, in_features] -> [M, out_features], fused on
+    Hopper GPUs.
 
-    Same results, state and errors as the separate modules. Its state is in `gemm` (nn.Linear), `scale` (a parameter
-    [out_features], or None) and `bn` (nn.BatchNorm1d); random numbers are drawn for Linear's weight, its bias, then
-    scale. Children that were replaced, hooked, parametrised or patched are called as they are, unfused; so they are for
-    a 3-D input, of which BatchNorm1d normalises dim 1. `cutlass_bn.explain(module, x)` says what runs.
+    Same results, state and errors as the separate modules. Its state is in `gemm` (nn.Linear),
+    `scale` (a parameter [out_features], or None) and `bn` (nn.BatchNorm1d); random numbers are
+    drawn for Linear's weight, its bias, then scale. Children that were replaced, hooked,
+    parametrised or patched are called as they are, unfused; so they are for a 3-D input, of which
+    BatchNorm1d normalises dim 1. `cutlass_bn.explain(module, x)` says what runs.
 
     Args:
         in_features, out_features, bias: as nn.Linear.
@@ -30,12 +32,13 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         activation: None, "relu", "leaky_relu" (slope 0.01), "gelu" (the erf form) or "silu".
         eps, momentum, affine, track_running_stats: as nn.BatchNorm1d.
         device, dtype: of the parameters.
-        ieee_fp32: as in functional.linear_batch_norm, kept in the attribute of that name: float32 products by cuBLAS
-            SGEMM instead of an emulation of fp32 by three fp16 products on the tensor cores.
+        ieee_fp32: as in functional.linear_batch_norm, kept in the attribute of that name: float32
+            products by cuBLAS SGEMM instead of an emulation of fp32 by three fp16 products on the
+            tensor cores.
 
     Raises:
-        ValueError: an unknown activation; in the forward, as nn.BatchNorm1d (which counts a batch of one row before it
-            refuses it, while here nothing changes).
+        ValueError: an unknown activation; in the forward, as nn.BatchNorm1d (which counts a batch
+            of one row before it refuses it, while here nothing changes).
         RuntimeError: in the forward, an input whose features, channels, dtype or device don't fit.
             Nothing has changed then.
     """
@@ -63,7 +66,9 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         self.gemm = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         values = torch.randn(out_features, device=device, dtype=dtype) if scale else None
         self.register_parameter("scale", None if values is None else nn.Parameter(values))
-        self.bn = nn.BatchNorm1d(out_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.bn = nn.BatchNorm1d(
+            out_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
         self.activation = activation
         self.ieee_fp32 = ieee_fp32
 
@@ -86,10 +91,11 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         return functional.linear_batch_norm(input, **arguments)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of functional.linear_batch_norm that the children's present state amounts to.
+        """The arguments of functional.linear_batch_norm that the children's present state amounts
+        to.
 
-        For what `reason_not_fused` accepts: its state is all in the dicts of nn.Module, whose __getattr__ takes longer
-        than the rest of this.
+        For what `reason_not_fused` accepts: its state is all in the dicts of nn.Module, whose
+        __getattr__ takes longer than the rest of this.
         """
         children: dict[str, Any] = self._modules
         gemm, bn = children["gemm"], children["bn"]
@@ -113,7 +119,8 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         }
 
     def reason_not_fused(self, input: Tensor) -> str | None:
-        """Why the children are called one by one, or None where the fused function may stand for them."""
+        """Why the children are called one by one, or None where the fused function may stand for
+        them."""
         reason = self._reason_of_state()
         if reason is not None:
             return reason
@@ -134,7 +141,12 @@ class LinearBatchNorm1d(nn.Module, Leaf):
                 return f"{name} is a {type(child).__name__}"
             if plain.forward is not forward:
                 return f"torch.nn.{plain.__name__}.forward is patched"
-            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            if (
+                child._forward_hooks
+                or child._forward_pre_hooks
+                or child._backward_hooks
+                or child._backward_pre_hooks
+            ):
                 return f"{name} has hooks"
             if "forward" in child.__dict__:
                 return f"{name}.forward is patched"

@@ -111,8 +111,10 @@ def assert_exact(
         peer = theirs[name]
         assert (value.dtype, value.shape) == (peer.dtype, peer.shape), name
         if name in ("dx", "dresidual"):
-            assert value.stride() == peer.stride(), name
-        eps = 2 * torch.finfo(value.dtype).eps
+            assert value.stride() == layer.x.stride(), name
+        eps = 4 * torch.finfo(value.dtype).eps  # a few roundings are forgiven to both
+        if name in ("dweight", "dbias"):  # what is summed is rounded to x's dtype, as in torch
+            eps = max(eps, torch.finfo(layer.x.dtype).eps / 4)
         scale = spread(layer.grad) if name in ("dweight", "dbias") else 0.0
         ours_off, theirs_off = (error(t, exact[name], scale) for t in (value, peer))
         assert ours_off <= max(factor * theirs_off, eps), f"{name}: {ours_off}, torch {theirs_off}"
