@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
+BATCH_NORM_ACT = ROOT / "cutlass_bn" / "modules" / "batch_norm_act.py"
 TITLE = """# API
 
 Made from the docstrings by `make docs`. Where each call runs is in [support](support.md).
@@ -95,9 +97,18 @@ def heading(name: str, value: Any) -> str:
         return f"{name}({', '.join(value._fields)})"
     if "__init__" in vars(value):
         return f"class {signature(name, value.__init__)}"
-    base = value.__bases__[0]
-    package = base.__module__.removesuffix(f".modules.{base.__module__.rpartition('.')[2]}")
-    return f"class {name}({package}.{base.__name__})"
+    bases = [base for base in value.__bases__ if not base.__module__.startswith("cutlass_bn")]
+    lines = [f"class {name}({public_name(bases[0])})"]
+    if hasattr(value, "activation"):  # beside torch's arguments, which its releases differ in
+        lines.append("    __init__(..., *, activation: str | None = None)")
+        lines.append(f"    {signature('forward', value.forward)}")
+    return "\n".join(lines)
+
+
+def public_name(cls: type) -> str:
+    """Of a class of torch.nn, or one that is built in."""
+    package = cls.__module__.removesuffix(f".modules.{cls.__module__.rpartition('.')[2]}")
+    return cls.__name__ if package == "builtins" else f"{package}.{cls.__name__}"
 
 
 def entry(name: str, value: Any, level: int) -> Iterator[str]:
@@ -111,6 +122,28 @@ def entry(name: str, value: Any, level: int) -> Iterator[str]:
                 yield wrap(f"`{value.__name__}.{signature(method, function)}`: {said}")
 
 
+def timms() -> Iterator[str]:
+    """The entry of BatchNormAct2d, read from its source: to import it takes timm."""
+    [found] = (
+        node
+        for node in ast.parse(BATCH_NORM_ACT.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    yield f"### `{found.name}`"
+    yield f"```python\nclass cutlass_bn.{found.name}(timm.layers.{found.name})\n```"
+    yield markdown(ast.get_docstring(found) or "")
+
+
+def backend() -> Iterator[str]:
+    """Its function as it is called: by torch.compile."""
+    from cutlass_bn import backend
+
+    yield f"## `{backend.__name__}`"
+    yield '```python\ntorch.compile(model, backend="cutlass_bn", mode=None, options=None)\n```'
+    yield markdown(inspect.getdoc(backend) or "")
+    yield markdown(inspect.getdoc(backend.cutlass_bn) or "")
+
+
 def page() -> str:
     import cutlass_bn
 
@@ -122,6 +155,9 @@ def page() -> str:
             value = getattr(module, name)
             if callable(value):
                 blocks.extend(entry(f"{module.__name__}.{name}", value, 3))
+            if name == "BatchNorm3d":
+                blocks.extend(timms())
+    blocks.extend(backend())
     return "\n\n".join(blocks) + "\n"
 
 
