@@ -175,7 +175,6 @@ __global__ void __launch_bounds__(kThreads, Of::blocks_per_sm(V))
     }
   }
 
-  allow_next_kernel();                    // the finalising kernel: earlier it would only wait
   if constexpr (kWithX) __syncthreads();  // all have read their means
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its sums
   // to the lower half.
@@ -195,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, Of::blocks_per_sm(V))
     alive = half;
   }
 
+  allow_next_kernel();  // that which finalises: earlier it would only wait
   float2* const out = p.partials + block.tile * channels + first_channel;
   if (t.inner == 1) {
     if (active && row == 0) {

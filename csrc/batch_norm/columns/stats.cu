@@ -71,7 +71,6 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     for (int v = 0; v < V; ++v) moments[v].count = count;
   }
 
-  allow_next_kernel();  // the finalising kernel: earlier it would only wait
   // Down the rows of the block, in a tree: at each level the upper half of the rows hands its
   // moments to the lower half.
   __shared__ TileMoments shared[kThreads * V];
@@ -91,6 +90,7 @@ __global__ void __launch_bounds__(kThreads, column_blocks_per_sm(V))
     alive = half;
   }
 
+  allow_next_kernel();  // that which finalises: earlier it would only wait
   int64_t const first_channel = int64_t(block.lane) * t.block_channels;
   int64_t const first = block.tile * channels + first_channel;  // of the output
   if (t.inner == 1) {

@@ -52,9 +52,14 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocksPerSm)
   int64_t offsets[kLoads];
   auto const load = [&](int u, int vector, uint64_t policy) {
     int64_t const offset = offsets[u] = walk.offset(vector + u * kThreads);
-    gradients[u].load(p.dy + offset, policy);
-    if (kWithX) values[u].load(p.x + offset, policy);
-    if (Of::kReadsSaved) saved[u].load(p.saved + offset, policy);
+    if constexpr (Of::kReadsSaved) {  // default caching, as in columns/gradient_sums.cuh
+      gradients[u].load(p.dy + offset);
+      if (kWithX) values[u].load(p.x + offset);
+      saved[u].load(p.saved + offset);
+    } else {
+      gradients[u].load(p.dy + offset, policy);
+      if (kWithX) values[u].load(p.x + offset, policy);
+    }
   };
   auto const dv_of = [&](int u, int v, float dy) {
     return derivative(dy, kWithX ? values[u][v] - map.mean : 0.f, map.gain, map.shift,
