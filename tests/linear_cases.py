@@ -152,11 +152,12 @@ def make_layer(case: Case, device: str, seed: int = 0) -> Layer:
 
 @contextmanager
 def fp32_precision(tf32: bool):
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(before)
 
 
 def fused(layer: Layer, training: bool, **options) -> Tensor:

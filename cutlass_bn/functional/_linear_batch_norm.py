@@ -97,7 +97,8 @@ def linear_batch_norm(
     traced = is_traced()
     if path == "kernels":
         require()
-    if path != "kernels" or traced or not weight.is_cuda:
+    odd = not weight.is_cuda or (bias is not None and bias.dtype != weight.dtype)
+    if path != "kernels" or traced or odd:  # the ops would take these
         _check(input, weight, vectors, of_batch)
     if path == "torch" or path == "reference":
         function = _aten.linear_batch_norm if path == "torch" else reference.linear_batch_norm
