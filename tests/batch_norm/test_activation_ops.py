@@ -54,7 +54,7 @@ def assert_right(a: Arguments, factor: float = 2.0) -> None:
 
 
 def kernels() -> Iterator[tuple[Layout, torch.dtype, str]]:
-    """Every kernel: relu and leaky_relu share theirs, as gelu and silu do; float16 is bfloat16's."""
+    """Every kernel: relu and leaky_relu share theirs, gelu and silu too; float16 is bfloat16's."""
     for layout in LAYOUTS:
         few = layout in FEW_LAYOUTS
         for activation in ACTIVATIONS if few else ("none", "relu", "gelu"):
