@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,9 +156,15 @@ def _with_residual(fusion: Fusion) -> Fusion | None:
         return None
     if x.dtype != y.dtype or x.device != y.device or x.dim() != y.dim():
         return None
-    if not all(statically_known_true(a == b) for a, b in zip(x.shape, y.shape, strict=True)):
+    if not _are_equal(x.shape, y.shape):
         return None
+    if user.args[:1] != (last,) and not _are_equal(x.stride(), y.stride()):
+        return None  # the sum lies as its first operand does
     return fusion.extended(user, residual=residual)
+
+
+def _are_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
 
 
 def _with_activation(fusion: Fusion) -> Fusion | None:

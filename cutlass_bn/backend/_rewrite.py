@@ -14,6 +14,7 @@ from torch._ops import OperatorBase, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from .. import functional
+from .._activations import ACTIVATIONS
 from ._patterns import Fusion, find, find_alone, is_plain
 
 _OURS = (functional.batch_norm, functional.linear_batch_norm)
@@ -81,6 +82,13 @@ def _can_move(fusion: Fusion) -> bool:
         elif _disturbs(node, read, read & state):
             return False
         node = node.next
+    if ACTIVATIONS[fusion.arguments.get("activation")].is_curved:
+        # The backward takes the residual, where torch's takes a sum that nothing else can change.
+        residual = _storages([fusion.arguments.get("residual")])
+        while residual and node.next.op != "root":
+            node = node.next
+            if _may_change(node, residual):
+                return False
     return True
 
 
@@ -94,13 +102,20 @@ def _disturbs(node: fx.Node, read: set[int], state: set[int]) -> bool:
     touched = _storages(node.all_input_nodes)
     if touched & state or node.meta.get("example_value") is None:
         return True  # without a value: the borders of no_grad and autocast, setitem
-    if not touched & read or node.target in _OURS:
+    return _may_change(node, read)
+
+
+def _may_change(node: fx.Node, tensors: set[int]) -> bool:
+    """Whether a node may change one of these, or give it another name."""
+    touched = _storages(node.all_input_nodes) & tensors
+    if not touched or node.target in _OURS:
         return False
     # What torch's own functions change they return; what others do is not known.
     is_torchs = node.op == "call_method" or _module(node.target) in ("torch", "_operator")
     is_op = isinstance(node.target, (OperatorBase, OpOverloadPacket))
-    results = pytree.tree_leaves(node.meta["example_value"])
-    return is_op or not is_torchs or bool(touched & _storages_of(results))
+    value = node.meta.get("example_value")  # setitem has none
+    is_known = is_torchs and not is_op and value is not None
+    return not is_known or bool(touched & _storages_of(pytree.tree_leaves(value)))
 
 
 def _statistics(fusion: Fusion) -> set[int]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from .._activations import ACTIVATIONS
 from ..modules._fusible import NORMS, activation_of, is_fusible, is_identity
 from ..modules.batch_norm import normalise
+from ..ops._layout import is_dense
 
 _ADDITIONS = (operator.add, torch.add, "add")
 _IN_PLACE = (operator.iadd, "add_")
@@ -65,6 +66,13 @@ def normalise_and_add(norm: Any, input: Tensor, residual: Any, activation: str |
     if _may_add(input, residual):
         return normalise(norm, input, residual, activation)
     return ACTIVATIONS[activation].forward(normalise(norm, input, None, None) + residual)
+
+
+def add_normalised(norm: Any, input: Tensor, residual: Any, activation: str | None) -> Tensor:
+    """activation(residual + norm(input)), of which the first operand gives the strides."""
+    if _may_add(input, residual) and residual.stride() == input.stride() and is_dense(input):
+        return normalise(norm, input, residual, activation)
+    return ACTIVATIONS[activation].forward(residual + normalise(norm, input, None, None))
 
 
 def normalise_and_iadd(norm: Any, input: Tensor, residual: Any, activation: str | None) -> Tensor:
@@ -129,6 +137,9 @@ def _fuse_at(graph: fx.Graph, node: fx.Node, children: dict[str, Any]) -> Fusion
             user = follow()
     activation = None if user is None else _activation(user, chain[-1], children)
     layer = None
+    if residual is not None and ACTIVATIONS[activation].is_curved:
+        # The backward takes the residual, where torch's takes a sum that nothing else can change.
+        activation = None if _is_used_behind(user, residual, children) else activation
     if user is not None and activation is not None:
         chain.append(user)
         layer = str(user.target) if user.op == "call_module" else None
@@ -159,7 +170,9 @@ def _addition(user: fx.Node, value: fx.Node) -> tuple[Any, fx.Node] | None:
     residual = right if left is value else left
     if not isinstance(residual, fx.Node) or residual is value:
         return None
-    return (normalise_and_iadd if in_place else normalise_and_add), residual
+    if in_place:
+        return normalise_and_iadd, residual
+    return (normalise_and_add if left is value else add_normalised), residual
 
 
 def _movable_to(
@@ -185,6 +198,21 @@ def _movable_to(
         if other.op == "call_module" and norm in children[str(other.target)].modules():
             return None
     return (str(source.target),)
+
+
+def _is_used_behind(node: Any, value: fx.Node, children: dict[str, Any]) -> bool:
+    """Whether a value, or what it may share memory with, is used behind a node."""
+    behind, at = set(), node.next
+    while at.op != "root":
+        behind.add(at)
+        at = at.next
+    values = [value]
+    for value in values:
+        if not behind.isdisjoint(value.users):
+            return True
+        if value.op != "call_module" or type(children[str(value.target)]) not in _FRESH:
+            values += [node for node in value.all_input_nodes if node not in values]
+    return False
 
 
 def _activation(user: fx.Node, value: fx.Node, children: dict[str, Any]) -> str | None:

@@ -1,0 +1,96 @@
+"""Faults that were found by using models in ways that nobody had written a test for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traced_blocks import SHAPE, Block, block
+
+import cutlass_bn
+
+OPTIONS = {"inductor": False}
+
+
+def by_conversion(model: nn.Module) -> nn.Module:
+    return cutlass_bn.convert(copy.deepcopy(model), trace=True)
+
+
+def by_backend(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    model = copy.deepcopy(model)
+    model.compile(backend="cutlass_bn", options=OPTIONS)
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output, gradients and state."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [y, x.grad, *gradients, *model.state_dict().values()]
+
+
+ways = pytest.mark.parametrize("fused", [by_conversion, by_backend])
+
+
+def residual_changes_behind(self: Block, x: Tensor) -> Tensor:
+    residual = x * 2
+    out = F.silu(self.bn1(self.conv1(x)) + residual)
+    residual.mul_(3)
+    return out + residual
+
+
+def residual_is_set_behind(self: Block, x: Tensor) -> Tensor:
+    residual = x * 2
+    out = F.gelu(self.bn1(self.conv1(x)) + residual)
+    residual[0] = 0.0
+    return out + residual
+
+
+def view_of_residual_changes_behind(self: Block, x: Tensor) -> Tensor:
+    residual = x * 2
+    out = F.silu(self.bn1(self.conv1(x)) + residual.view(x.shape))
+    F.relu(residual, inplace=True)
+    return out + residual
+
+
+@ways
+@pytest.mark.parametrize(
+    "forward",
+    [residual_changes_behind, residual_is_set_behind, view_of_residual_changes_behind],
+)
+def test_residual_may_change_once_it_is_added(
+    fused: Callable[[nn.Module], nn.Module], forward: Callable[[Block, Tensor], Tensor]
+) -> None:
+    model, x = block(forward)(), torch.randn(SHAPE)
+    torch.testing.assert_close(step(fused(model), x), step(model, x), rtol=1e-4, atol=1e-4)
+
+
+def residual_first(self: Block, x: Tensor) -> Tensor:
+    return self.relu(x + self.bn1(self.conv1(x)))
+
+
+def residual_second(self: Block, x: Tensor) -> Tensor:
+    return self.relu(self.bn1(self.conv1(x)) + x)
+
+
+@ways
+@pytest.mark.parametrize("forward", [residual_first, residual_second])
+@pytest.mark.parametrize("of_weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+def test_sum_lies_as_its_first_operand(
+    fused: Callable[[nn.Module], nn.Module],
+    forward: Callable[[Block, Tensor], Tensor],
+    of_weights: torch.memory_format,
+    of_input: torch.memory_format,
+) -> None:
+    model = block(forward)().to(memory_format=of_weights)  # channels_last: the convolution's, too
+    x = torch.randn(SHAPE).contiguous(memory_format=of_input)
+    expected = copy.deepcopy(model)(x)
+    torch.testing.assert_close(fused(model)(x), expected, check_stride=True)
