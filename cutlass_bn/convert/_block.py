@@ -80,6 +80,8 @@ def plans_of(module: nn.Module) -> dict[bool, Plan]:
     """
     if not any(type(child) in NORMS for child in module.children()):
         raise NotTraceable("no BatchNorm of ours is its child")
+    if "forward" in module.__dict__:
+        raise NotTraceable("its forward is patched")
     if base_of(module).forward is nn.Module.forward:
         raise NotTraceable("it has no forward")
     training = module.training

@@ -13,16 +13,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d
-from ..modules._fusible import ACTIVATION_OF, LEFT_ALONE, NORMS, is_fusible
+from ..modules._fusible import ACTIVATION_OF, LEFT_ALONE, NORMS, is_fusible, is_patched
 
 _OURS: dict[type, type] = {
     nn.BatchNorm1d: BatchNorm1d,
     nn.BatchNorm2d: BatchNorm2d,
     nn.BatchNorm3d: BatchNorm3d,
 }
-_FORWARDS: dict[Any, Any] = {
-    cls: vars(cls).get("forward", _BatchNorm.forward) for cls in _OURS
-}  # before anyone patches them
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _WRAPPER_NAMES = ("OptimizedModule", "FullyShardedDataParallel")  # slow to import
 
@@ -99,9 +96,8 @@ def why_left_alone(module: nn.Module, names: list[str]) -> str | None:
         return "filter_fn"
     if "forward" in module.__dict__:
         return "its forward is patched"
-    theirs: Any = type(module) if type(module) in _OURS else None
-    if theirs is not None and theirs.forward is not _FORWARDS[theirs]:
-        return f"torch.nn.{theirs.__name__}.forward is patched"
+    if is_patched(type(module)):
+        return f"torch.nn.{type(module).__name__}.forward is patched"
     if any(name.endswith("_orig") for name in module._parameters):
         return "pruned"
     if not is_fusible(module):

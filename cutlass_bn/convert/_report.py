@@ -29,8 +29,11 @@ def report(model: nn.Module) -> Report:
     fused: dict[str, str] = {}
     for name, module in modules.items():
         prefix = f"{name}." if name else ""
+        if "forward" in module.__dict__:
+            continue
         if isinstance(module, FusingSequential):
-            _add_groups(fused, module, prefix)
+            if is_exact(module):
+                _add_groups(fused, module, prefix)
         elif isinstance(module, Fusing):
             _add_fusions(fused, module, prefix)
         elif type(module) in NORMS and is_fusible(module):

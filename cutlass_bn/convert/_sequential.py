@@ -74,7 +74,7 @@ class FusingSequential(Fusing):
     def _fused_forward(base: Any) -> Any:
         @functools.wraps(base.forward)
         def forward(self: Any, input: Any) -> Any:
-            if _has_any_global_hook():
+            if base.forward is not _FORWARD or _has_any_global_hook():
                 return base.forward(self, input)
             children, at = list(self._modules.values()), 0
             while at < len(children):

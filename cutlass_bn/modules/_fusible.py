@@ -18,10 +18,23 @@ ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
     nn.GELU: lambda module: "gelu" if module.approximate == "none" else None,
     nn.SiLU: lambda module: "silu",
 }
+# Of classes of torch's that we stand for or look through, before anyone patches them.
+_THEIRS: tuple[Any, ...] = (
+    *ACTIVATION_OF,
+    *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_FORWARDS = {cls: cls.forward for cls in _THEIRS}
+
+
+def is_patched(cls: Any) -> bool:
+    """Whether someone gave a class of torch's another forward."""
+    return cls.forward is not _FORWARDS.get(cls, cls.forward)
 
 
 def is_fusible(module: nn.Module) -> bool:
-    """Whether calling the module is calling its class's forward, and no more."""
+    """Whether calling the module is calling its class's own forward, and no more."""
     attributes = module.__dict__
     return not (
         module._forward_hooks
@@ -30,6 +43,7 @@ def is_fusible(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or "forward" in attributes
         or LEFT_ALONE in attributes
+        or is_patched(type(module))
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from convert_cases import assert_same, features, note_calls, twins
 from torch import Tensor, nn
 from traced_blocks import SHAPE, Block, block
 
@@ -94,3 +95,46 @@ def test_sum_lies_as_its_first_operand(
     x = torch.randn(SHAPE).contiguous(memory_format=of_input)
     expected = copy.deepcopy(model)(x)
     torch.testing.assert_close(fused(model)(x), expected, check_stride=True)
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.SiLU, nn.Sequential])
+def test_forward_of_a_class_that_is_patched_later(
+    cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = twins(features)
+    cutlass_bn.convert(ours)
+    made = note_calls(monkeypatch)
+    before = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, input: before(self, input).abs() + 0.5)
+    assert_same(ours, theirs, 8, 3)
+    assert "Linear + BatchNorm + silu" not in made
+    assert "fused: Linear + BatchNorm1d + SiLU" not in str(cutlass_bn.explain(ours))
+
+
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.Identity, nn.Conv2d])
+def test_forward_of_a_block_with_a_class_that_is_patched_later(
+    cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Block, x: Tensor) -> Tensor:
+        return self.relu(self.identity(self.bn1(self.conv1(x))) + self.conv2(x))
+
+    ours, theirs = twins(block(forward))
+    cutlass_bn.convert(ours, trace=True)
+    assert "fused: BatchNorm2d + residual + relu" in str(cutlass_bn.explain(ours))
+    before = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, input: before(self, input) * 2)
+    x = torch.randn(SHAPE)
+    torch.testing.assert_close(step(ours, x), step(theirs, x), rtol=1e-4, atol=1e-4)
+    assert ": fused:" not in str(cutlass_bn.explain(ours))
+
+
+@pytest.mark.parametrize("make", [features, Block])
+def test_container_whose_forward_is_patched_later(make: Callable[[], nn.Module]) -> None:
+    model = cutlass_bn.convert(make(), trace=True)
+    assert "fused" in str(cutlass_bn.explain(model))
+    model.forward = lambda input: input * 2
+    report = cutlass_bn.explain(model)
+    assert "its forward is patched" in str(report)
+    own = {name: text for name, text in report.items() if "." not in name}
+    assert not any(text.startswith("fused") for text in own.values())
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0))
