@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..modules._fusible import NORMS
-from ._classes import PLAN, Fusing, base_of
+from ._classes import PLAN, Fusing, Plans, base_of
 from ._fuse import Fusion, fuse
 from ._trace import NotTraceable, observe, trace
 
@@ -72,7 +72,7 @@ class FusingBlock(Fusing):
             module.__dict__.pop(PLAN, None)
 
 
-def plans_of(module: nn.Module) -> dict[bool, Plan]:
+def plans_of(module: nn.Module) -> Plans:
     """By `training`.
 
     Raises:
@@ -86,7 +86,7 @@ def plans_of(module: nn.Module) -> dict[bool, Plan]:
         raise NotTraceable("it has no forward")
     training = module.training
     plan = _plan_of(module)
-    plans = {True: plan, False: plan}
+    plans = Plans({True: plan, False: plan})
     if any(name == "training" for name, _ in plan.observed):
         module.__dict__["training"] = not training  # of the container alone
         try:

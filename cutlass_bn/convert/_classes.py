@@ -9,7 +9,22 @@ from typing import Any
 
 from torch import nn
 
-PLAN = "_fusion_plan"  # what a container knows of its fused forward; made again, not pickled
+PLAN = "_fusion_plan"  # where a container keeps what it knows of its fused forward
+
+
+class Plans(dict[bool, Any]):
+    """That: by `training`. It names children and holds none, so that copies share it. Pickled it is
+    empty, and made again.
+
+    Copies don't make it, as torch.fx patches nn.Module for as long as it traces: for threads, too,
+    that run some model meanwhile.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Plans:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plans, ()
 
 
 class Fusing:
@@ -32,13 +47,12 @@ class Fusing:
         state = self.__dict__
         if hasattr(self, "__getstate__"):  # always from Python 3.11 on
             state = self.__getstate__()
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != PLAN}
         return _new, (self._fusing_kind, self._fusing_base), state
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self._make_fusing_plan()
+        if not self.__dict__.get(PLAN):
+            self._make_fusing_plan()
 
 
 @functools.cache

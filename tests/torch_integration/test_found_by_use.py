@@ -138,3 +138,20 @@ def test_container_whose_forward_is_patched_later(make: Callable[[], nn.Module])
     own = {name: text for name, text in report.items() if "." not in name}
     assert not any(text.startswith("fused") for text in own.values())
     assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_are_not_traced(
+    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.fx patches nn.Module meanwhile, under the feet of other threads."""
+    model = cutlass_bn.convert(Block(), trace=True)
+    with monkeypatch.context() as patches:
+        patches.setattr(torch.fx.Tracer, "trace", None)
+        new = copied(model)
+    assert str(cutlass_bn.explain(new)) == str(cutlass_bn.explain(model))
+    assert "residual" in str(cutlass_bn.explain(new))
+    x = torch.randn(SHAPE)
+    torch.testing.assert_close(new.eval()(x), model.eval()(x))
+    new.relu = nn.SiLU()
+    assert "has changed" in str(cutlass_bn.explain(new))
