@@ -23,7 +23,7 @@ from .cases import Options
 from .records import OK, OURS, OURS_COMPILED, RECORDED, SPLIT, Run, describe
 from .suites import SUITES, plan
 from .suites import run as run_one
-from .timing import clocks_under_load, measure_ceilings
+from .timing import measure_ceilings
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,8 +63,9 @@ def recorded(args: argparse.Namespace) -> None:
     elif args.command == "plot":
         from . import plots
 
-        for suite in ("workloads", "sweep"):
-            plots.write(run, suite, args.out / f"{suite}.png")
+        for suite in ("models", "workloads", "sweep"):
+            if run.cases(suite):
+                plots.write(run, suite, args.out / f"{suite}.png")
     elif args.markdown:
         print(report.markdown(run, report.tables(run)))
     else:
@@ -76,8 +77,7 @@ def new_run(args: argparse.Namespace) -> Run:
     place = describe(args.device)
     if args.resume and args.json.exists():
         run = Run.load(args.json)
-        began = {name: value for name, value in run.environment.items() if name != "clocks"}
-        if began != place or run.options.get("quick") != args.quick:
+        if run.environment != place or run.options.get("quick") != args.quick:
             what = "another machine, other sources or other options"
             raise ValueError(f"{args.json} can't be resumed: it is of {what}")
         return run
@@ -122,16 +122,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     suites, out = list(SUITES) if args.command == "all" else [args.command], report.console()
     left = measure(args, suites, run)
-    if run.on_gpu:
-        run.environment["clocks"] = clocks_under_load(args.device)
-    if args.json:
-        run.save(args.json)
     summary = report.summary(run, "measured here, ms", run.cases())
     report.show(run, out, [summary] if args.summary else report.tables(run))
     if not run.on_gpu and "workloads" in suites:
         out.print(report.as_text(report.readme_table(Run.load(RECORDED))))
-    skipped = [suite for suite in suites if not (run.on_gpu or SUITES[suite].on_cpu)]
-    if skipped:
+    if skipped := [suite for suite in suites if not (run.on_gpu or SUITES[suite].on_cpu)]:
         out.print(f"Left out, as they need a CUDA GPU: {', '.join(skipped)}.")
     ours = (OURS, OURS_COMPILED, SPLIT)
     wrong = [row for row in run.rows if row.variant in ours and row.status != OK]

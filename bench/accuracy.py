@@ -106,10 +106,9 @@ def exact_tiles(x: Tensor, w: Tensor) -> float:
 
 
 def _set_errors(rows: Mapping[str, Row], errors: Mapping[str, ProductError]) -> None:
-    for name, error in errors.items():
+    for name, (most, relative, rowwise, _) in errors.items():
         row = rows[name]
-        row.max_abs_error, row.relative_error = error.max_abs, error.relative
-        row.rowwise_error, row.componentwise_error = error.rowwise, error.componentwise
+        row.max_abs_error, row.relative_error, row.rowwise_error = most, relative, rowwise
 
 
 @torch.no_grad()

@@ -47,6 +47,8 @@ class Case:
     mode: str = TRAIN
     channels_last: bool = False
     compile: bool = True  # whether torch.compile is a peer (it costs seconds)
+    activation: str | None = None  # of a bn2d, as the next: activation(bn2d(x) + residual)
+    residual: bool = False
 
     @property
     def name(self) -> str:
@@ -54,7 +56,8 @@ class Case:
             size = "x".join(map(str, self.shape)) + " channels_last" * self.channels_last
         else:
             size = "{}x{}->{}".format(*self.shape)
-        name = f"{self.kind} {size} {self.precision}"
+        what = "+".join(filter(None, (self.kind, "add" * self.residual, self.activation)))
+        name = f"{what} {size} {self.precision}"
         return f"step {name}" if self.mode == STEP else f"{name} {self.mode}"
 
     @property
@@ -72,8 +75,11 @@ class Case:
     @property
     def passes(self) -> float:
         """The least work, in copies of the tensor (bn2d) or matrix products (gemm_scale_bn)."""
+        if self.mode != STEP:
+            return 1.0
         # A bn2d step reads x and writes y, reads x and dy and writes dx; a copy is two of the five.
-        return 1.0 if self.mode != STEP else 2.5 if self.kind == BN2D else 3.0
+        # A residual is read, and its gradient written.
+        return 2.5 + self.residual if self.kind == BN2D else 3.0
 
     @property
     def work(self) -> tuple[float, str]:
@@ -104,6 +110,8 @@ GEMM_LARGE = (16384, 4096, 4096)
 # From images to late ResNet layers.
 IMAGES = ((16, 64, 256, 256), "fp32")
 LAYERS = ((64, 256, 56, 56), "fp32"), ((128, 512, 28, 28), "bf16")
+# Channels and size where a ReLU, or an addition and a ReLU, follows in ResNet-50.
+RESNET = (64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)
 # Where fp32 on tensor cores has to pay beside the large problem: a short K, few rows.
 GEMM_FP32_OTHERS = (16384, 1024, 4096), (16384, 512, 4096), (1024, 8192, 8192)
 
@@ -135,6 +143,14 @@ def steps(quick: bool) -> list[Case]:
     large = Case(BN2D, BN2D_LARGE, mode=STEP)
     gemm = _gemm("fp32 tf32 bf16", 4096, mode=STEP) + _gemm("bf16", 1024, mode=STEP)
     return [*gemm, large, *_bn2d(IMAGES, *LAYERS, mode=STEP)]
+
+
+def layers(quick: bool) -> list[Case]:
+    """Steps of a BatchNorm2d and of what follows it in ResNet-50."""
+    shapes = [((256, c, size, size), "bf16", STEP, True) for c, size in RESNET]
+    shapes.append(((128, 256, 56, 56), "fp32", STEP, False))
+    relus = [Case(BN2D, *shape, activation="relu") for shape in shapes[: 1 if quick else None]]
+    return [replace(case, residual=residual) for case in relus for residual in (False, True)]
 
 
 def sweep(quick: bool) -> list[Case]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cutlass_bn
@@ -16,9 +17,8 @@ from .cases import BN2D, EVAL, STEP, TRAIN, Case
 from .records import COMPILE, COPY, EAGER, GEMM, IEEE, OURS, OURS_COMPILED
 from .timing import Call, Timing, rotations
 
-# A gradient's name, by that of its parameter in the model, "bn." apart.
-BATCH_NORM = {"weight": "dgamma", "bias": "dbeta"}
-GRADIENTS = {**BATCH_NORM, "gemm.weight": "dW", "gemm.bias": "dbias", "scale": "dscale"}
+# A gradient's name, by that of its parameter in the model, "bn." apart; others are d and the name.
+GRADIENTS = {"weight": "dgamma", "bias": "dbeta", "gemm.weight": "dW", "gemm.bias": "dbias"}
 
 
 class GemmScaleBatchNorm(nn.Module):
@@ -34,8 +34,33 @@ class GemmScaleBatchNorm(nn.Module):
         return self.bn(self.gemm(x) * self.scale)
 
 
+class BatchNormAddAct(nn.Module):
+    """A batch norm and what follows it in a ResNet, which ours does itself."""
+
+    def __init__(self, bn: nn.Module, activation: str, residual: Tensor | None) -> None:
+        super().__init__()
+        self.bn, self.activation = bn, activation
+        # A parameter, so that its gradient is one of the model's.
+        self.residual = None if residual is None else nn.Parameter(residual)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.bn, cutlass_bn.BatchNorm2d):
+            return self.bn(x, self.residual)
+        y = self.bn(x)
+        if self.residual is not None:
+            y += self.residual
+        return getattr(F, self.activation)(y, inplace=True)
+
+
+def _bn2d(case: Case, bn: nn.Module, device: torch.device) -> nn.Module:
+    if case.activation is None:
+        return bn
+    residual = empty(case, case.shape, device).normal_() if case.residual else None
+    return BatchNormAddAct(bn, case.activation, residual)
+
+
 def batch_norm_of(model: nn.Module) -> nn.Module:
-    return model if isinstance(model, nn.BatchNorm2d) else model.bn
+    return getattr(model, "bn", model)
 
 
 @dataclass(frozen=True)
@@ -45,21 +70,16 @@ class Variant:
     run: Callable[[Tensor], Tensor]
     model: nn.Module | None = None  # whose parameters and running statistics it uses
 
-    def drop_gradients(self, x: Tensor) -> None:
-        for tensor in (x, *self.model.parameters()):
-            tensor.grad = None
-
-    def step(self, x: Tensor, dy: Tensor) -> None:
-        """Leaves the gradients in x and the model."""
-        self.drop_gradients(x)
-        self.run(x).backward(dy)
+    def step(self, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of x and of the parameters, none of them accumulated, so none copied."""
+        return torch.autograd.grad(self.run(x), (x, *self.model.parameters()), dy)
 
     def results(self, x: Tensor, dy: Tensor | None) -> dict[str, Tensor]:
         """What is compared with float64: gradients where there is a dy, else y and the state."""
         if dy is not None:
-            self.step(x, dy)
-            named = ((n.removeprefix("bn."), p) for n, p in self.model.named_parameters())
-            return {"dx": x.grad, **{GRADIENTS[name]: p.grad for name, p in named}}
+            names = ["x", *(n.removeprefix("bn.") for n, _ in self.model.named_parameters())]
+            found = zip(names, self.step(x, dy), strict=True)
+            return {GRADIENTS.get(name, f"d{name}"): gradient for name, gradient in found}
         y, bn = self.run(x), batch_norm_of(self.model)
         return {"y": y, "running_mean": bn.running_mean, "running_var": bn.running_var}
 
@@ -73,7 +93,7 @@ class Variant:
 def eager_model(case: Case, device: torch.device) -> nn.Module:
     """With random parameters and running statistics. BatchNorm stays in float32."""
     if case.kind == BN2D:
-        model = nn.BatchNorm2d(case.shape[1], device=device)
+        model = _bn2d(case, nn.BatchNorm2d(case.shape[1], device=device), device)
     else:
         model = GemmScaleBatchNorm(*case.shape[1:], device).to(case.dtype)
     bn = batch_norm_of(model).float()
@@ -86,23 +106,28 @@ def eager_model(case: Case, device: torch.device) -> nn.Module:
 
 
 def our_model(case: Case, model: nn.Module, **switches: bool) -> nn.Module:
+    device = next(model.parameters()).device
     if case.kind == BN2D:
-        ours = cutlass_bn.BatchNorm2d(case.shape[1])
+        bn = cutlass_bn.BatchNorm2d(case.shape[1], activation=case.activation)
+        ours = _bn2d(case, bn, device)
     else:
         ours = cutlass_bn.LinearBatchNorm1d(*case.shape[1:], scale=True, **switches).to(case.dtype)
     batch_norm_of(ours).float()
-    ours.to(next(model.parameters()).device).load_state_dict(model.state_dict())
+    ours.to(device).load_state_dict(model.state_dict())
     return ours.train(case.mode != EVAL)
+
+
+def empty(case: Case, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    order = torch.channels_last if case.channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=case.dtype, device=device, memory_format=order)
 
 
 def random_input(case: Case, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """(x, y's gradient of a step)."""
-    order = torch.channels_last if case.channels_last else torch.contiguous_format
-    like = {"dtype": case.dtype, "device": device, "memory_format": order}
-    x = torch.empty(case.input_shape, **like).uniform_()
+    x = empty(case, case.input_shape, device).uniform_()
     if case.mode != STEP:
         return x, None
-    return x.requires_grad_(), torch.empty(case.output_shape, **like).normal_()
+    return x.requires_grad_(), empty(case, case.output_shape, device).normal_()
 
 
 def random_inputs(case: Case, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
@@ -146,4 +171,4 @@ def limit(case: Case, timings: Mapping[str, Timing], ceilings: Mapping[str, floa
     if case.kind != BN2D and case.precision == "fp32":
         return 3 * case.work[0] / ceilings["fp16"] / 1e9 if "fp16" in ceilings else None
     peer = timings.get(COPY if case.kind == BN2D else GEMM)
-    return case.passes * peer.median if peer else None
+    return case.passes * peer.ms if peer else None

@@ -19,7 +19,7 @@ FORMAT = 1  # of the JSON; raised when a field changes its meaning
 RECORDED = ROOT / "bench" / "results" / "h200.json"
 
 OURS = "cutlass_bn"
-OURS_COMPILED = "cutlass_bn, compiled"  # our module under torch.compile; of steps alone
+OURS_COMPILED = "cutlass_bn, compiled"  # of steps: our module compiled; of models: our backend
 EAGER, COMPILE, GEMM, COPY = "eager", "compile", "gemm", "copy"
 IEEE = "cutlass_bn ieee_fp32"
 SGEMM = "SGEMM"  # torch.mm in IEEE float32, by cuBLAS
@@ -38,19 +38,19 @@ class Row:
     suite: str
     case: str
     variant: str
-    metric: str = "device"  # or wall clock on the CPU; "cpu": host time a call; "error": no time
+    metric: str = "device"  # wall clock of models, on the CPU; "cpu": host time; "error": none
     ms: float | None = None  # median
     p10: float | None = None  # ms
     p90: float | None = None  # ms
     samples: int = 0
     limit_ms: float | None = None  # what the hardware could do, from a peer in the same rounds
-    work: float | None = None  # bytes or floating-point operations that the case cannot avoid
-    unit: str = ""  # of work over time: GB/s or TFLOP/s
+    work: float | None = None  # bytes or operations that the case cannot avoid; images, rows
+    unit: str = ""  # of work over time: GB/s, TFLOP/s, or what a model is given a second
     max_abs_error: float | None = None  # of y against float64
     relative_error: float | None = None  # Frobenius
     rowwise_error: float | None = None  # of a @ b, over an output's |row of a| |column of b|
-    componentwise_error: float | None = None  # of a @ b, over an output's sum of |a b|
     gradient_errors: dict[str, float] | None = None  # of a step, by gradient: Frobenius
+    off_eager: dict[str, float] | None = None  # of a model: relative, in the same precision
     peak_bytes: int | None = None  # of a step: the most allocated in it beside what was before
     exact_tiles: float | None = None  # of a split product: share of tiles redone in plain float32
     path: str = ""  # of a product: which of SPLIT and SGEMM the layer takes at this size
@@ -66,12 +66,15 @@ class Row:
     @property
     def rate(self) -> float | None:
         """Work over time in `unit`."""
-        scale = 1e6 if self.unit == "GB/s" else 1e9
+        scale = {"GB/s": 1e6, "TFLOP/s": 1e9}.get(self.unit, 1e-3)
         return self.work / self.valid_ms / scale if self.work and self.valid_ms else None
 
     @property
     def percent_of_limit(self) -> float | None:
         return 100 * self.limit_ms / self.valid_ms if self.limit_ms and self.valid_ms else None
+
+    def raised(self, exception: Exception) -> None:
+        self.status, self.detail = ERROR, f"{type(exception).__name__}: {exception}".splitlines()[0]
 
 
 @dataclass

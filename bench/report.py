@@ -16,7 +16,8 @@ from . import ROOT
 from .records import COMPILE, EAGER, ERROR, FAILED, LIMITS, OK, OURS, SGEMM, SPLIT, Row, Run
 
 DASH = "-"
-GRADIENTS = ("dx", "dgamma", "dbeta", "dW", "dbias", "dscale")
+GRADIENTS = ("dx", "dgamma", "dbeta", "dresidual", "dW", "dbias", "dscale")
+TIMES, OFF_EAGER = ("ms", "p10", "p90"), ("loss", "gradient norm")
 NO_SPEED = "No CUDA GPU: reduced sizes on the CPU path. Errors are checked; the times mean nothing."
 ON_CPU = ("cpu", "overhead")  # suites whose times mean something there
 README = ROOT / "README.md"
@@ -80,11 +81,6 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def duration(row: Row, ms: float | None) -> str:
-    """Milliseconds on the device, microseconds for the host and single kernels."""
-    return number(ms, "#.4g") if row.metric == "device" else number(ms and 1e3 * ms, ".1f")
-
-
 def faster(rows: dict[str, Row], variant: str, baseline: str) -> str:
     """By which factor the variant is faster; nothing unless both are right."""
     mine, other = (rows[name].valid_ms if name in rows else None for name in (variant, baseline))
@@ -103,17 +99,15 @@ def compared(run: Run, row: Row) -> bool:
 
 def cells(run: Run, rows: dict[str, Row], row: Row) -> dict[str, str]:
     """A line of a suite's table, by column. A wrong result has no speed."""
-    speeds, device = compared(run, row), row.metric == "device"
+    speeds = compared(run, row)
     peer = speeds and row.variant not in LIMITS
-    errors, ms = row.gradient_errors or {}, duration(row, row.valid_ms)
+    errors, off = row.gradient_errors or {}, row.off_eager or {}
+    times = {name: number(row.valid_ms and getattr(row, name), "#.4g") for name in TIMES}
     split = row.variant == SPLIT and SGEMM in rows and rows[SGEMM].relative_error
     return {
         "case": row.case if row is next(iter(rows.values())) else "",
         "variant": row.variant,
-        "ms": ms if device else "",
-        "us": "" if device else ms,
-        "p10": duration(row, row.p10) if ms and speeds else "",
-        "p90": duration(row, row.p90) if ms and speeds else "",
+        **(times if speeds else {**times, "p10": "", "p90": ""}),
         "x eager": faster(rows, row.variant, EAGER) if peer else "",
         "x compile": faster(rows, row.variant, COMPILE) if peer else "",
         "% of limit": number(row.percent_of_limit, ".0f") if speeds else "",
@@ -123,8 +117,8 @@ def cells(run: Run, rows: dict[str, Row], row: Row) -> dict[str, str]:
         "rel. error": number(row.relative_error, ".1e"),
         "x SGEMM's": number(row.relative_error / split, ".2f") if split else "",
         "per output": number(row.rowwise_error, ".1e"),
-        "elementwise": number(row.componentwise_error, ".1e"),
         **{name: number(errors.get(name), ".1e") for name in GRADIENTS},
+        **{f"{name} off eager's": number(off.get(name), ".1e") for name in OFF_EAGER},
         "exact tiles": number(row.exact_tiles, ".0%"),
         "layer takes": row.path,
         "tile": row.tile,
@@ -166,7 +160,7 @@ def summary(run: Run, title: str, names: Iterable[str], note: str = "") -> Table
     for rows in (cases[name] for name in names if OURS in cases.get(name, ())):
         peers = {"eager": EAGER, "torch.compile": COMPILE, "cutlass_bn": OURS}
         found = {column: rows[variant] for column, variant in peers.items() if variant in rows}
-        times = {c: duration(r, r.ms) if r.status == OK else r.status for c, r in found.items()}
+        times = {c: number(r.ms, "#.4g") if r.status == OK else r.status for c, r in found.items()}
         mine, eagers = (number(error(rows.get(v)), ".1e") or DASH for v in (OURS, EAGER))
         speeds = compared(run, rows[OURS])
         lines.append(
@@ -206,8 +200,6 @@ def headline(run: Run) -> list[str]:
     versions = [f"{name} {env[name]}" for name in ("torch", "cuda", "cutlass_bn") if env.get(name)]
     sources = (env.get("fingerprint") or "unknown")[:12]
     lines = [", ".join([str(env.get("device")), *versions, f"sources {sources}"])]
-    if env.get("clocks"):
-        lines.append("under load: " + ", ".join(f"{k} {v}" for k, v in env["clocks"].items()))
     if rates:
         copy, gemm = rates.pop("copy"), ", ".join(f"{name} {rates[name]:.0f}" for name in rates)
         lines.append(f"ceilings: copy {copy / 1e3:.2f} TB/s; GEMM {gemm} TFLOP/s")

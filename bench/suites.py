@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from . import accuracy, cases, errors, peers
+from . import accuracy, cases, errors, models, peers
 from .cases import STEP, Case, Options, matmul_precision
 from .peers import Builders, Variant
-from .records import EAGER, ERROR, LIMITS, OURS, OURS_COMPILED, Row
-from .timing import host_time, interleave, set_time
+from .records import COMPILE, COPY, EAGER, LIMITS, OURS, OURS_COMPILED, Row
+from .timing import host_times, interleave, peak_bytes, set_time
 
-Names = tuple[str, ...] | None  # of variants; None: all
 CPU_SECONDS, CPU_THREADS = 2.0, 2  # of timing a case of the `cpu` suite; of all its cases
+HOST_CALLS = 20  # that the `overhead` suite issues at a time: they don't fill the launch queue
+LAYERS, HOST = (EAGER, COMPILE, OURS, COPY), (EAGER, OURS, OURS_COMPILED)
 
 
-def _builders(case: Case, model: nn.Module, options: Options, names: Names = None) -> Builders:
-    found = peers.variants(case, model, options.compile and options.on_gpu)
-    return {name: found[name] for name in names or found if name in found}
-
-
-def measure(suite: str, case: Case, options: Options, names: Names = None) -> list[Row]:
-    """One row for every variant of the case; of a step without those of the limits."""
-    torch.compiler.reset()  # no dynamic shapes because an earlier case had another size
-    if options.on_gpu:
-        torch.cuda.empty_cache()  # what earlier cases left is of other sizes
+def measure(
+    suite: str, case: Case, options: Options, names: tuple[str, ...] = (), host: bool = False
+) -> list[Row]:
+    """One row for every variant, or those named; of a step none for the limits."""
     step = case.mode == STEP
     with matmul_precision(case.precision), torch.set_grad_enabled(step):
         model = peers.eager_model(case, options.device)
-        builders = _builders(case, model, options, names)
+        every = peers.variants(case, model, options.compile and options.on_gpu)
+        builders = {name: every[name] for name in names or every if name in every}
         rows = {name: Row(suite, case.name, name) for name in builders}
         ready = _check(case, model, builders, rows, options.device)
         inputs = peers.random_inputs(case, options.device)
         calls = {name: variant.timed(inputs) for name, variant in ready.items()}
-        timings = interleave(calls, options.device, options.timing_seconds)
+        times = partial(host_times, count=HOST_CALLS) if host else None
+        timings = interleave(calls, options.device, options.timing_seconds, times=times)
     for name, timing in timings.items():
         set_time(rows[name], timing)
-    for row in rows.values():
+        rows[name].metric = "cpu" if host else "device"
+    for row in () if host else rows.values():
         row.limit_ms = peers.limit(case, timings, options.ceilings)
         row.work, row.unit = case.work
     return [row for row in rows.values() if not (step and row.variant in LIMITS)]
@@ -63,13 +62,15 @@ def _check(
                 variant.run(x)
             else:
                 computed = variant.results(x, dy)
-                rows[name].peak_bytes = _peak_bytes(variant, x, dy)
+                if dy is not None:  # of a second step, after what the first one set up
+                    rows[name].peak_bytes = peak_bytes(partial(variant.step, x, dy), device)
                 results[name] = computed
         except Exception as exception:  # whatever a peer raises is its own row's result
-            rows[name].status, rows[name].detail = ERROR, _first_line(exception)
+            rows[name].raised(exception)
         else:
             ready[name] = variant
-    found = errors.measure(results, errors.exact(case, model, x, dy))
+    exact = errors.exact(case, model, x, dy)
+    found = {name: errors.measure(result, *exact) for name, result in results.items()}
     for name, each in found.items():
         row = rows[name]
         if dy is None:
@@ -77,54 +78,16 @@ def _check(
         else:
             row.gradient_errors = {gradient: error.relative for gradient, error in each.items()}
         if dy is None or name in (OURS, OURS_COMPILED):  # PyTorch's gradients are only shown
-            errors.judge(row, each, found.get(EAGER), case.precision)
+            errors.judge(row, each, found.get(EAGER, {}))
     return ready
-
-
-def _first_line(exception: Exception) -> str:
-    return f"{type(exception).__name__}: {exception}".splitlines()[0]
-
-
-def _peak_bytes(variant: Variant, x: Tensor, dy: Tensor | None) -> int | None:
-    """Of a second step, after what the first one set up: y, all gradients, what comes and goes."""
-    if dy is None or x.device.type != "cuda":
-        return None
-    variant.drop_gradients(x)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    variant.step(x, dy)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    x.grad = None
-    return peak
-
-
-def overhead(suite: str, case: Case, options: Options) -> list[Row]:
-    """The host's time for a call that the device has hardly any work with."""
-    torch.compiler.reset()  # what was compiled before counts towards its limit of recompilations
-    blocks = 3 if not options.on_gpu else 10 if options.quick else 40
-    step = case.mode == STEP
-    with torch.set_grad_enabled(step):
-        model = peers.eager_model(case, options.device)
-        builders = _builders(case, model, options, (EAGER, OURS, OURS_COMPILED))
-        inputs = [peers.random_input(case, options.device)]
-        calls = {name: build().timed(inputs) for name, build in builders.items()}
-        # Fewer steps than forwards a block, as each launches many more kernels.
-        timings = host_time(calls, options.device, blocks, count=20 if step else 50)
-    rows = [Row(suite, case.name, name, metric="cpu") for name in calls]
-    for row in rows:
-        set_time(row, timings[row.variant])
-    return rows
 
 
 def measure_on_cpu(suite: str, case: Case, options: Options) -> list[Row]:
     """Eager and ours, on as many threads as the suite promises."""
-    seconds = options.seconds or CPU_SECONDS
+    on_cpu = replace(options, device=torch.device("cpu"), seconds=options.seconds or CPU_SECONDS)
     before = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     try:
-        on_cpu = replace(options, device=torch.device("cpu"), seconds=seconds)
         return measure(suite, case, on_cpu, (EAGER, OURS))
     finally:
         torch.set_num_threads(before)
@@ -139,8 +102,10 @@ class Suite(NamedTuple):
 SUITES = {
     "workloads": Suite(cases.workloads, measure),
     "steps": Suite(cases.steps, measure),
+    "layers": Suite(cases.layers, partial(measure, names=LAYERS)),
+    "models": Suite(models.models, models.measure),
     "accuracy": Suite(accuracy.inputs, accuracy.measure, on_cpu=""),
-    "overhead": Suite(cases.overhead, overhead, on_cpu="whole"),
+    "overhead": Suite(cases.overhead, partial(measure, names=HOST, host=True), on_cpu="whole"),
     "crossover": Suite(accuracy.lines, accuracy.measure_line, on_cpu=""),
     "sweep": Suite(cases.sweep, measure),
     "cpu": Suite(cases.cpu, measure_on_cpu, on_cpu="whole"),
@@ -149,10 +114,15 @@ SUITES = {
 
 def run(suite: str, item: Any, options: Options) -> list[Row]:
     """What raises gives a row that says so, and the others still run."""
+    torch.compiler.reset()  # no dynamic shapes because an earlier item had another size
+    if options.on_gpu:
+        torch.cuda.empty_cache()  # what earlier items left is of other sizes
     try:
         return SUITES[suite].measure(suite, item, options)
     except Exception as exception:
-        return [Row(suite, item.name, OURS, status=ERROR, detail=_first_line(exception))]
+        row = Row(suite, item.name, OURS)
+        row.raised(exception)
+        return [row]
 
 
 def plan(suites: Iterable[str], options: Options) -> list[tuple[str, Any]]:
