@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..modules._fusible import NORMS
 from ._classes import PLAN, Fusing, Plans, base_of
 from ._fuse import Fusion, fuse
-from ._trace import NotTraceable, observe, trace
+from ._trace import NotTraceable, is_same, observe, trace
 
 
 class Plan(NamedTuple):
@@ -40,7 +40,9 @@ class Plan(NamedTuple):
         children = module._modules
         for name, value in self.observed:
             # Most are children; `observe` would say the same of them, and take longer.
-            if type(children.get(name)) is not value and observe(module, name) != value:
+            if type(children.get(name)) is value:
+                continue
+            if not is_same(observe(module, name), value):
                 return False
         for fusion in self.fusions:  # noqa: SIM110, at every call
             if not fusion.fits(children):

@@ -84,6 +84,16 @@ def observe(module: nn.Module, name: str) -> Any:
     return getattr(type(module), name, _MISSING) if value is _MISSING else value
 
 
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two observations are; 1 and 1.0 aren't, of which a graph's dtypes may depend."""
+    if type(value) is not type(other):
+        return False
+    if type(value) is tuple:
+        return len(value) == len(other) and all(map(is_same, value, other))
+    # Of other things `==` may say anything: tensors are compared by their elements.
+    return value is other or (isinstance(value, _CONSTANTS) and value == other)
+
+
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))

@@ -155,3 +155,54 @@ def test_copies_are_not_traced(
     torch.testing.assert_close(new.eval()(x), model.eval()(x))
     new.relu = nn.SiLU()
     assert "has changed" in str(cutlass_bn.explain(new))
+
+
+class Scaled(Block):
+    """Owns a parameter and a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn1(self.conv1(x)) + x) * self.gain + x.long() * self.factor
+
+
+class Incomparable:
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    def __rmul__(self, other: Tensor) -> Tensor:
+        return other * 4
+
+
+def parameter_as_attribute(model: Scaled) -> None:
+    """As in DataParallel's replicas."""
+    gain = model.gain.detach() * 2
+    del model.gain
+    model.gain = gain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        parameter_as_attribute,
+        lambda model: setattr(model, "factor", 2),  # which was 2.0
+        lambda model: setattr(model, "factor", torch.rand(3, 1, 1)),
+        lambda model: setattr(model, "factor", Incomparable()),
+    ],
+    ids=["parameter as attribute", "int", "tensor", "incomparable"],
+)
+def test_attribute_that_becomes_something_else(change: Callable[[nn.Module], None]) -> None:
+    ours, theirs = twins(Scaled)
+    cutlass_bn.convert(ours, trace=True)
+    assert "fused" in cutlass_bn.explain(ours)["bn1"]
+    torch.manual_seed(0)
+    change(ours)
+    torch.manual_seed(0)
+    change(theirs)
+    x = torch.randn(SHAPE)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert "not fused" in cutlass_bn.explain(ours)["bn1"]
