@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,27 @@ def takes_formula(grad: Tensor) -> bool:
     """
     is_batch = functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
     return torch.is_grad_enabled() or (is_batch and grad.is_cpu)
+
+
+def gradients_by_formula(
+    formula: Callable[..., Tensor],
+    tensors: Iterable[Tensor | None],
+    asked: Iterable[bool],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Of formula(*tensors), for its gradient grad; differentiable.
+
+    The tensors go in under other names: one may have been made of another (a residual is often what
+    the input came from), and autograd would follow that way, too.
+    """
+    with torch.enable_grad():
+        apart = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        y = formula(*apart)
+        needs = list(asked)
+        wanted = [t for t, need in zip(apart, needs, strict=True) if need and t is not None]
+        options = {"create_graph": True, "materialize_grads": True}
+        found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), **options))
+    return [next(found) if need else None for need in needs]
 
 
 def over_a_batch(op: Op) -> Op:

@@ -25,6 +25,7 @@ from ._autograd import (
     Op,
     Pass,
     differentiable,
+    gradients_by_formula,
     on_autograd_key,
     over_a_batch,
     take_any_layout,
@@ -159,13 +160,14 @@ def _by_definition(
     activation: int,
 ) -> list[Tensor | None]:
     """The gradients, differentiable. tensors: input, residual, weight, bias."""
-    input, residual, weight, bias = tensors
-    vectors, of_batch = (*statistics, None, weight, bias), statistics[0] is None
-    y = reference.batch_norm(input, *vectors, of_batch, 0.0, eps, NAMES[activation], residual)
-    wanted = [t for t, needed in zip(tensors, asked, strict=True) if needed and t is not None]
-    options = {"create_graph": True, "materialize_grads": True}
-    found = iter(torch.autograd.grad(y, wanted, grad, **options))
-    return [next(found) if needed else None for needed in asked]
+    of_batch, name = statistics[0] is None, NAMES[activation]
+
+    def y(input: Tensor, residual: Tensor | None, *affine: Tensor | None) -> Tensor:
+        weight, bias = affine
+        vectors = *statistics, None, weight, bias
+        return reference.batch_norm(input, *vectors, of_batch, 0.0, eps, name, residual)
+
+    return gradients_by_formula(y, tensors, asked, grad)
 
 
 def _differentiable_gradients(ctx: Any, asked: _Asked, grad: Tensor) -> list[Tensor | None]:

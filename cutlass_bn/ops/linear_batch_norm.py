@@ -21,6 +21,7 @@ from ._autograd import (
     Pass,
     differentiable,
     dtype_if,
+    gradients_by_formula,
     on_autograd_key,
     over_a_batch,
     take_any_layout,
@@ -124,16 +125,15 @@ def _by_definition(
     activation: int,
 ) -> list[Tensor | None]:
     """The gradients, differentiable."""
-    x, weight, bias, scale, gamma, beta = layer
     of_batch, name = statistics[0] is None, NAMES[activation]
-    with torch.enable_grad():
-        y = reference.linear_batch_norm(
+
+    def y(*tensors: Any) -> Tensor:
+        x, weight, bias, scale, gamma, beta = tensors
+        return reference.linear_batch_norm(
             x, weight, bias, scale, *statistics, None, gamma, beta, of_batch, 0.0, eps, name
         )
-        wanted = [t for t, need in zip(layer, needs, strict=True) if need and t is not None]
-        options = {"create_graph": True, "materialize_grads": True}
-        found = iter(torch.autograd.grad(y, wanted, grad.to(y.dtype), **options))
-    return [next(found) if need else None for need in needs]
+
+    return gradients_by_formula(y, layer, needs, grad)
 
 
 def _save_for_training(

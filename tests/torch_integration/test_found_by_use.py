@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from traced_blocks import SHAPE, Block, block
 
 import cutlass_bn
+from cutlass_bn._activations import ACTIVATIONS
 
 OPTIONS = {"inductor": False}
 
@@ -206,3 +207,39 @@ def test_attribute_that_becomes_something_else(change: Callable[[nn.Module], Non
     x = torch.randn(SHAPE)
     torch.testing.assert_close(ours(x), theirs(x))
     assert "not fused" in cutlass_bn.explain(ours)["bn1"]
+
+
+def twice(function, *leaves):
+    gradients = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+    total = sum(gradient.square().sum() for gradient in gradients)
+    return [*gradients, *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_gradients_of_gradients_where_arguments_depend_on_each_other(training, activation, device):
+    after = ACTIVATIONS[activation].forward
+    wide = {"dtype": torch.float64, "device": device}
+    x, w = (torch.randn(n, 3, **wide).requires_grad_() for n in (8, 3))
+
+    def stats():
+        return torch.zeros(3, **wide), torch.ones(3, **wide)
+
+    def ours(x, w):
+        gain = x.mean(0)
+        y = cutlass_bn.functional.batch_norm(
+            x * x, *stats(), gain, gain * 2, training, activation=activation, residual=x
+        )
+        m = w + x.mean()
+        return y + cutlass_bn.functional.linear_batch_norm(
+            y, m, m[0], m[1], *stats(), m[2], m.sum(1), training, activation=activation
+        )
+
+    def theirs(x, w):
+        gain = x.mean(0)
+        y = after(F.batch_norm(x * x, *stats(), gain, gain * 2, training) + x)
+        m = w + x.mean()
+        z = F.linear(y, m, m[0]) * m[1]
+        return y + after(F.batch_norm(z, *stats(), m[2], m.sum(1), training))
+
+    torch.testing.assert_close(twice(ours, x, w), twice(theirs, x, w), rtol=1e-7, atol=1e-7)
