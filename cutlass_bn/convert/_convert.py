@@ -42,7 +42,8 @@ def convert(model: M, filter_fn: Filter | None = None, trace: bool = False) -> M
         filter_fn: called with each BatchNorm, Linear and activation and with its qualified name;
             False leaves the module alone.
         trace: also fuse in the forwards of other containers, where torch.fx can trace them:
-            BatchNorm, then an activation, an addition or both, as in the blocks of ResNets.
+            BatchNorm, then an activation, an addition or both, as in the blocks of ResNets. Not
+            while other threads run models: torch.fx patches nn.Module meanwhile.
 
     Returns:
         model.

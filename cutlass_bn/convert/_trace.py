@@ -56,6 +56,8 @@ def trace(module: nn.Module, base: type[nn.Module]) -> Traced:
         plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if not plain or parameter.default is not parameter.empty:
             raise NotTraceable(f"its forward has an optional argument, {parameter.name}")
+        if parameter.name == "self":  # torch.fx leaves it out
+            raise NotTraceable("its forward has an argument called self")
     recorder = _Recorder(module)
     tracer = _Tracer(recorder)
     # A forward that sets the mode ends before it sets it back.

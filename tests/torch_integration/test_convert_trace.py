@@ -302,6 +302,19 @@ def test_classes_that_must_stay(cls):
     torch.testing.assert_close(convert(parent, trace=True)(x), expected)
 
 
+class Odd(Block):
+    def forward(this, self: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return Block.forward(this, self)
+
+
+def test_argument_called_self_stays():
+    """torch.fx leaves it out of the graph."""
+    model, x = Odd().eval(), torch.randn(SHAPE)
+    expected = model(x)
+    assert type(convert(model, trace=True)) is Odd
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_class_changed_later_is_not_reverted():
     ours = convert(Block(), trace=True)
     ours.scale = nn.Parameter(torch.ones(1))
