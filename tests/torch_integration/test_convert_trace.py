@@ -303,7 +303,7 @@ def test_classes_that_must_stay(cls):
 
 
 class Odd(Block):
-    def forward(this, self: torch.Tensor) -> torch.Tensor:  # noqa: N805
+    def forward(this, self: torch.Tensor) -> torch.Tensor:
         return Block.forward(this, self)
 
 
