@@ -20,6 +20,7 @@ from torchvision import models
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # of this checkout, if none is installed
 
 import cutlass_bn
+import cutlass_bn.backend  # for a checkout; an installed package is known to torch.compile
 
 MODES = ("eager", "convert", "backend")
 
