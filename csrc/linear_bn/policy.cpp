@@ -7,6 +7,12 @@
 namespace cutlass_bn::linear_bn {
 namespace {
 
+#ifdef CUTLASS_BN_NO_GEMM
+constexpr bool kHasGemm = false;
+#else
+constexpr bool kHasGemm = true;
+#endif
+
 // The only row of a matrix may have any stride; the hardware still wants one that it could use.
 int64_t leading_dimension(MatrixView const& m, DType dtype) {
   return m.rows == 1 ? round_up(m.columns, 16 / static_cast<int64_t>(size_of(dtype)))
@@ -17,6 +23,7 @@ int64_t leading_dimension(MatrixView const& m, DType dtype) {
 char const* reason_against_gemm(Request const& r) {
   if (r.x.rows == 0 || r.w.rows == 0 || r.x.columns == 0) return "a matrix without elements";
   if (r.compute_capability != 90) return "the GEMM kernels need compute capability 9.0 (Hopper)";
+  if (!kHasGemm) return "the library was built without 90 in CUTLASS_BN_ARCHITECTURES";
   if (r.dtype == DType::kFloat32 && r.fp32_products == Fp32Products::kIeee)
     return "IEEE float32 products were asked for";
   if (r.out_row_stride * size_of(r.out_dtype) % 16 != 0)
@@ -108,7 +115,7 @@ ProductPath choose_product(MatrixView const& a, MatrixView const& b, Fp32Product
   if (fp32_products == Fp32Products::kSplit) {
     bool const pays = std::min({m, k, n}) >= 512 && outputs >= 1 << 19 && products >= 1 << 28;
     bool const fits = std::max(m, n) <= gemm::kMaxDimension && k <= kMaxSplitK;
-    return pays && fits ? ProductPath::kSplit : ProductPath::kPlain;
+    return kHasGemm && pays && fits ? ProductPath::kSplit : ProductPath::kPlain;
   }
   // Tensor cores take TF32 with k adjacent in both operands alone. Where it is in neither, mending
   // one gains the most, and the smaller one costs less; where it is in a, b has to be small beside

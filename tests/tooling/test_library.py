@@ -52,7 +52,8 @@ def test_build_info():
     assert info["version"] == cutlass_bn.__version__
     assert info["library"] == str(_library.library_path())
     assert info["error"] is None
-    assert info["gemm_architectures"] == ["90a-real"]
+    has_gemm = any(name.startswith("90") for name in info["architectures"])
+    assert info["gemm_architectures"] == ["90a-real"] * has_gemm
     assert re.fullmatch(r"[0-9a-f]{64}", info["sources"])
     info["version"] = "changed"
     assert cutlass_bn.build_info()["version"] == cutlass_bn.__version__

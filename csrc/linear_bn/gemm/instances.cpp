@@ -82,6 +82,14 @@ char const* unsupported_reason(Operands const& o) {
   return nullptr;
 }
 
+#ifdef CUTLASS_BN_NO_GEMM  // policy.cpp asks for none
+
+void launch_moments(MomentsParams const&, cudaStream_t) { fail("GEMM: not built"); }
+void launch_inference(InferenceParams const&, cudaStream_t) { fail("GEMM: not built"); }
+void launch_product(ProductParams const&, cudaStream_t) { fail("GEMM: not built"); }
+
+#else
+
 namespace {
 
 // Calls run(TypeTag<Config>{}) with the tile's configuration.
@@ -171,5 +179,7 @@ void launch_product(ProductParams const& p, cudaStream_t stream) {
   dispatch_split_tile(
       p.tile, [&](auto config) { run_split_product<typename decltype(config)::type>(p, stream); });
 }
+
+#endif
 
 }  // namespace cutlass_bn::gemm
