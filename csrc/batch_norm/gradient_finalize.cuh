@@ -85,6 +85,7 @@ __device__ __forceinline__ void store_gradients(GradientFinalizeParams const& p,
   if (p.dbeta) p.dbeta.store(channel, g.dbeta);
   if (p.dgamma) p.dgamma.store(channel, g.dgamma);
   if (p.dscale) p.dscale.store(channel, g.dscale);
+  if (p.dshift) p.dshift.store(channel, 0.0);
   if (p.maps.main == nullptr) return;
   p.maps.main[channel] = make_float4(g.map.mean, g.map.mean_dy, g.map.slope, g.map.gain);
   p.maps.shift[channel] = g.map.shift;

@@ -115,6 +115,8 @@ struct GradientFinalizeParams {
   MutableChannelVector dscale;      // [channels]; absent: not asked for; only with stats
   MutableChannelVector dgamma;      // [channels]; absent: not asked for
   MutableChannelVector dbeta;       // [channels]; absent: not asked for
+  MutableChannelVector dshift;      // [channels]: zeros, the gradient of what the mean takes away
+                                    // again; absent: not asked for
   GradientMaps maps;                // absent: not asked for; only with stats
   DType x_dtype = DType::kFloat32;  // for maps.threshold
 };

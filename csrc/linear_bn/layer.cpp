@@ -163,6 +163,7 @@ void launch_backward(BackwardParams const& p, void* memory, cudaStream_t stream)
   finalize.scale = p.layer.scale;
   finalize.gamma = p.layer.gamma;
   finalize.beta = p.layer.beta;
+  finalize.dshift = p.dbias;
   finalize.dscale = p.dscale;
   finalize.dgamma = p.dgamma;
   finalize.dbeta = p.dbeta;

@@ -81,8 +81,9 @@ struct BackwardParams {
   DType dy_dtype = DType::kFloat32, dtype = DType::kFloat32;       // dy_dtype: dtype or float32
   int64_t dy_row_stride = 0, u_row_stride = 0, du_row_stride = 0;  // elements
   float const* stats = nullptr;                                    // [3, N] of the forward
-  Layer layer;                                 // scale, gamma, beta, eps and activation
-  MutableChannelVector dscale, dgamma, dbeta;  // [N]; absent: not asked for
+  Layer layer;  // scale, gamma, beta, eps and activation
+  // [N]; absent: not asked for. dbias is 0, and made beside another gradient alone.
+  MutableChannelVector dbias, dscale, dgamma, dbeta;
 };
 
 int64_t backward_workspace_bytes(BackwardParams const& params);

@@ -71,13 +71,13 @@ Gradients linear_batch_norm_backward(
   auto const nothing = [&u] { return empty({0}, u.scalar_type(), u); };
   VectorGradient const dbias(bias_grad, n, u), dscale(scale_grad, n, u), dgamma(gamma_grad, n, u),
       dbeta(beta_grad, n, u);
-  fill_with_zeros(dbias.tensor, stream);  // the mean takes the bias away again
-  if (m == 0 || n == 0) {
-    for (VectorGradient const* vector : {&dscale, &dgamma, &dbeta})
+  bool const any = u_grad || scale_grad || gamma_grad || beta_grad;
+  if (m == 0 || n == 0 || !any) {
+    for (VectorGradient const* vector : {&dbias, &dscale, &dgamma, &dbeta})
       fill_with_zeros(vector->tensor, stream);
   }
   Tensor const du = u_grad ? empty_padded(m, n, u) : nothing();
-  if (m != 0 && n != 0 && (u_grad || scale_grad || gamma_grad || beta_grad)) {
+  if (m != 0 && n != 0 && any) {
     Tensor const grad = with_dense_rows(any_grad);
     params.dy = grad.const_data_ptr();
     params.u = u.const_data_ptr();
@@ -89,6 +89,7 @@ Gradients linear_batch_norm_backward(
     params.dy_row_stride = grad.stride(0);
     params.u_row_stride = u.stride(0);
     params.du_row_stride = u_grad ? du.stride(0) : 0;
+    params.dbias = dbias.vector;
     params.dscale = dscale.vector;
     params.dgamma = dgamma.vector;
     params.dbeta = dbeta.vector;
