@@ -6,8 +6,8 @@ from . import functional
 from ._explain import Plan, Report, explain
 from ._library import build_info, library_is_loaded
 from ._version import __version__
-from .convert import convert, revert
-from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d
+from .convert import convert, convert_sync_batchnorm, revert
+from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d, SyncBatchNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -16,9 +16,11 @@ __all__ = [
     "LinearBatchNorm1d",
     "Plan",
     "Report",
+    "SyncBatchNorm",
     "__version__",
     "build_info",
     "convert",
+    "convert_sync_batchnorm",
     "explain",
     "functional",
     "library_is_loaded",

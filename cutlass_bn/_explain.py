@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from . import _library, functional
 from .convert._report import Report, report
 from .functional import _policy
+from .functional._collectives import resolve
+from .functional._local import is_looked_at
 from .modules import LinearBatchNorm1d
 from .modules._fusible import NORMS
+from .modules._group import group_of, synchronised_over
 from .ops import _layout
 from .ops import batch_norm as batch_norm_ops
 from .ops import linear_batch_norm as linear_ops
@@ -30,7 +33,7 @@ class Plan(NamedTuple):
         training, which passes read the input from memory once ("on chip forward and backward",
         "on chip forward", "on chip backward"; else they read it twice; not said of an input that is
         copied first).
-    reason: why not the fastest path, "" where it is the fastest.
+    reason: why not the fastest path, "" where it is the fastest; "synchronised over N ranks".
     """
 
     path: str
@@ -57,7 +60,7 @@ def explain(target: nn.Module | Callable[..., Tensor], *args: Any, **kwargs: Any
     BatchNorm, Linear and activation in it how it is fused, or why it is left alone.
 
     Args:
-        target: a LinearBatchNorm1d, a BatchNorm1d, 2d or 3d, a BatchNormAct2d,
+        target: a LinearBatchNorm1d, a BatchNorm1d, 2d or 3d, a SyncBatchNorm, a BatchNormAct2d,
             functional.linear_batch_norm or functional.batch_norm; for a report, any module.
 
     Raises:
@@ -92,6 +95,8 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     a = bound.arguments
     x, weight, running_mean = a["input"], a["weight"], a["running_mean"]
     vectors = (running_mean, a["running_var"], a["bias"], a["scale"], a["gamma"], a["beta"])
+    if a["training"] and (plan := _plan_of_group(x, a["process_group"])):
+        return plan
     dtype = _policy.output_dtype(x, a["scale"])
     reason = _policy.reason_for_reference(x, vectors)
     if reason is not None:
@@ -102,6 +107,14 @@ def _plan_linear(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     products = _policy.fp32_products(x, a["ieee_fp32"])
     path, tile, reason = linear_ops.plan(x, weight, dtype, products, inference)
     return Plan(path, f"{tile} tile" if tile else "", reason)
+
+
+def _plan_of_group(input: Tensor, process_group: Any) -> Plan | None:
+    """Where statistics are of more processes than this one."""
+    if resolve(process_group) is None:
+        return None
+    path = "cpu" if is_looked_at(input) else "torch"
+    return Plan(path, "", synchronised_over(process_group))
 
 
 def _plan_batch_norm_module(module: Any, input: Tensor, residual: Tensor | None = None) -> Plan:
@@ -116,6 +129,7 @@ def _plan_batch_norm_module(module: Any, input: Tensor, residual: Tensor | None 
         module.weight,
         module.bias,
         module.training or module.running_mean is None,
+        process_group=group_of(module) if module.is_synchronised and module.training else None,
     )
 
 
@@ -124,6 +138,8 @@ def _plan_batch_norm(function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     bound.apply_defaults()
     a = bound.arguments
     input = a["input"]
+    if a["training"] and (plan := _plan_of_group(input, a["process_group"])):
+        return plan
     vectors = (a["running_mean"], a["running_var"], a["weight"], a["bias"])
     reason = _policy.reason_for_reference(input, vectors)
     if reason is not None:

@@ -11,6 +11,8 @@ from ._block import FusingBlock, plans_of
 from ._classes import PLAN, Fusing, base_of, fusing_class, is_fusing, why_no_class
 from ._modules import (
     Filter,
+    become_ours,
+    become_theirs,
     is_asked_for,
     names_of,
     ours_of,
@@ -27,14 +29,14 @@ M = TypeVar("M", bound=nn.Module)
 def convert(model: M, filter_fn: Filter | None = None, trace: bool = False) -> M:
     """Makes a model of torch's modules run on our kernels, in place, and returns it.
 
-    BatchNorm1d, 2d and 3d and timm's BatchNormAct2d become ours. In an nn.Sequential, or a class
-    that inherits its forward, neighbours run in one: BatchNorm and activation; Linear, BatchNorm1d
-    and activation. All modules stay the same objects under the same names, with the same
-    parameters, buffers, flags and state dict; only classes change. A child that is called by itself
-    computes what it did, and what is hooked or replaced later is called as it is.
+    BatchNorm1d, 2d and 3d, SyncBatchNorm and timm's BatchNormAct2d become ours. In an nn.Sequential
+    or a class that inherits its forward neighbours run in one: BatchNorm and activation; Linear,
+    BatchNorm1d and activation. All modules stay the same objects under the same names, with the
+    same parameters, buffers, flags and state dict; only classes change. A child that is called by
+    itself computes what it did, and what is hooked or replaced later is called as it is.
 
     Left alone are modules that are hooked, shared, parametrised, pruned, lazy, patched or
-    TorchScript, SyncBatchNorm, InstanceNorm and unknown subclasses. `cutlass_bn.explain(model)`
+    TorchScript, InstanceNorm and unknown subclasses. `cutlass_bn.explain(model)`
     says of each module what became of it. To convert twice changes nothing more.
 
     Args:
@@ -61,8 +63,7 @@ def convert(model: M, filter_fn: Filter | None = None, trace: bool = False) -> M
                 module.__dict__[LEFT_ALONE] = True
         ours = ours_of(type(module))
         if ours is not None and why_left_alone(module, its_names) is None:
-            _become(module, ours)
-            module.__dict__["__module__"] = "torch.nn"  # as modules/_leaf.py says
+            become_ours(module, ours)
     for module in names:
         if isinstance(module, Fusing):
             module._make_fusing_plan()
@@ -98,9 +99,7 @@ def revert(model: M) -> M:
             _become(module, base_of(module))
         theirs = theirs_of(type(module))
         if theirs is not None and getattr(module, "activation", None) is None:
-            for name in ("__module__", "activation"):
-                module.__dict__.pop(name, None)
-            _become(module, theirs)
+            become_theirs(module, theirs)
     return model
 
 

@@ -12,13 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from ..modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d
+from ..functional._collectives import torchs_group
+from ..modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LinearBatchNorm1d, SyncBatchNorm
 from ..modules._fusible import ACTIVATION_OF, LEFT_ALONE, NORMS, is_fusible, is_patched
 
 _OURS: dict[type, type] = {
     nn.BatchNorm1d: BatchNorm1d,
     nn.BatchNorm2d: BatchNorm2d,
     nn.BatchNorm3d: BatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNorm,
 }
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _WRAPPER_NAMES = ("OptimizedModule", "FullyShardedDataParallel")  # slow to import
@@ -116,13 +118,28 @@ def _why_other_class(module: nn.Module) -> str | None:
         return "lazy: it has no parameters yet"
     if parametrize.is_parametrized(module):
         return "parametrised"
-    if isinstance(module, nn.SyncBatchNorm):
-        return "a SyncBatchNorm"
     if not isinstance(module, _BatchNorm):
         return f"a {cls.__name__}"
     if ours_of(cls) is None and cls not in NORMS:
         return f"a subclass of torch's that we don't know ({cls.__name__})"
     return None
+
+
+def become_ours(module: Any, ours: type) -> None:
+    group = module.__dict__.pop("process_group", None)
+    module.__class__ = ours
+    module.__dict__["__module__"] = "torch.nn"  # as modules/_leaf.py says
+    if issubclass(ours, SyncBatchNorm) and group is not None:
+        module.process_group = group
+
+
+def become_theirs(module: Any, theirs: type) -> None:
+    group = getattr(module, "process_group", None)
+    for name in ("__module__", "activation", "_kept_group"):
+        module.__dict__.pop(name, None)
+    module.__class__ = theirs
+    if issubclass(theirs, nn.SyncBatchNorm):
+        module.process_group = torchs_group(group)
 
 
 Filter = Callable[[nn.Module, str], bool]

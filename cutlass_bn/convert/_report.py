@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules import LinearBatchNorm1d
+from ..modules import LinearBatchNorm1d, SyncBatchNorm
 from ..modules._fusible import LEFT_ALONE, NORMS, activation_of, is_fusible, is_identity
+from ..modules._group import group_of, synchronised_over
 from ._block import plans_of
 from ._classes import PLAN, Fusing
 from ._modules import is_asked_for, names_of, walk, why_left_alone
@@ -42,10 +43,14 @@ def report(model: nn.Module) -> Report:
     for name, module in modules.items():
         if isinstance(module, LinearBatchNorm1d):
             found[name] = "fused: LinearBatchNorm1d"
+            if module.process_group is not None:
+                found[name] += f", {synchronised_over(module.process_group)}"
         elif isinstance(module, torch.jit.ScriptModule):
             found[name] = "left alone: TorchScript"
         elif is_asked_for(module):
             found[name] = fused.get(name) or _alone(name, module, modules, names[module])
+            if type(module) is SyncBatchNorm:
+                found[name] += f", {synchronised_over(group_of(module))}"
     return found
 
 

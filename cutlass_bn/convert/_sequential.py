@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
-from ..modules import BatchNorm1d
+from ..modules import BatchNorm1d, SyncBatchNorm
 from ..modules._fusible import NORMS, activation_of, is_fusible
+from ..modules._group import group_of
 from ..modules._subclass import PLAIN, why_not_plain
 from ..modules.batch_norm import normalise
 from ._classes import Fusing, base_of
 
 _FORWARD, _ITER = nn.Sequential.forward, nn.Sequential.__iter__
+_AFTER_LINEAR = (BatchNorm1d, SyncBatchNorm)
 
 
 class Group(NamedTuple):
@@ -34,7 +36,7 @@ def group_at(children: list[nn.Module], start: int) -> Group | None:
     at, linear = start, None
     if type(children[start]) is nn.Linear:
         linear, at = children[start], start + 1
-        if at == len(children) or type(children[at]) is not BatchNorm1d or not is_fusible(linear):
+        if at == len(children) or type(children[at]) not in _AFTER_LINEAR or not is_fusible(linear):
             return None
     norm: Any = children[at]
     if type(norm) not in NORMS or not is_fusible(norm) or not norm.is_bare():
@@ -117,5 +119,7 @@ def _linear_arguments(group: Group, input: Tensor) -> Any:
     if training and not tracked:
         statistics, counter = (None, None), None
     options = {"activation": group.activation, "num_batches_tracked": counter}
+    if norm.is_synchronised and training:
+        options["process_group"] = group_of(norm)
     vectors = (None, *statistics, gamma, beta)
     return (input, *weights, *vectors, training, norm.momentum, norm.eps), options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from .. import reference
 from .._activations import CODES, check_activation
 from .._library import require
 from ..ops import batch_norm as ops
-from . import _aten
+from . import _aten, _sync_batch_norm
+from ._collectives import resolve
 from ._mistakes import refuse_channels, refuse_device
 from ._policy import (
     KERNEL_DTYPES,
@@ -36,6 +39,7 @@ def batch_norm(
     *,
     activation: str | None = None,
     residual: Tensor | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """activation(y + residual) of `torch.nn.functional.batch_norm`, y = (x - mean) / sqrt(var +
     eps) * weight + bias over dim 1 of input.
@@ -47,6 +51,9 @@ def batch_norm(
         training: normalise with the statistics of input instead of the running ones.
         activation: None, "relu", "leaky_relu" (slope 0.01), "gelu" (the erf form) or "silu".
         residual: of input's shape and dtype (autocast casts it), in any layout.
+        process_group: None, or whose statistics are taken together in training: "world", a
+            ProcessGroup, a one-dimensional DeviceMesh or the name of a group. `SyncBatchNorm` says
+            more.
 
     Returns:
         y, with input's shape and dtype, and the strides that torch's own function gives it.
@@ -61,7 +68,7 @@ def batch_norm(
     """
     vectors = running_mean, running_var, weight, bias
     return batch_norm_with_counter(
-        input, *vectors, training, momentum, eps, None, activation, residual
+        input, *vectors, training, momentum, eps, None, process_group, activation, residual
     )
 
 
@@ -75,6 +82,7 @@ def batch_norm_with_counter(
     momentum: float | None,
     eps: float,
     num_batches_tracked: Tensor | None,
+    process_group: Any = None,
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -97,6 +105,12 @@ def batch_norm_with_counter(
         residual = _as_input(residual, input)
 
     statistics = (running_mean, running_var)
+    group = resolve(process_group) if training and process_group is not None else None
+    if group is not None:
+        _check(input, residual, *statistics, weight, bias, training=False)
+        buffers = (*statistics, num_batches_tracked)
+        options = momentum, eps, activation, group
+        return _sync_batch_norm.batch_norm(input, residual, buffers, weight, bias, *options)
     path = choose(input, input.dtype, (*statistics, weight, bias))
     traced = is_traced()
     if path == "kernels":

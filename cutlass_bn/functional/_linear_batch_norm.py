@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,8 @@ from .._activations import CODES, check_activation
 from .._library import require
 from ..ops import linear_batch_norm as ops
 from ..reference import autocast_dtype
-from . import _aten
+from . import _aten, _sync_batch_norm
+from ._collectives import resolve
 from ._mistakes import refuse_channels, refuse_device, refuse_dtype
 from ._policy import (
     autocast,
@@ -41,6 +44,7 @@ def linear_batch_norm(
     *,
     num_batches_tracked: Tensor | None = None,
     ieee_fp32: bool = False,
+    process_group: Any = None,
 ) -> Tensor:
     """activation(batch_norm(scale * linear(input, weight, bias))), differentiable (also twice) in
     input and all parameters.
@@ -65,6 +69,9 @@ def linear_batch_norm(
             where that is faster and K is at least 64, by an emulation of fp32 by three fp16
             products on the tensor cores. It is deterministic and keeps SGEMM's error bound
             (docs/numerics.md). Where PyTorch may use TF32, TF32 it is in either case.
+        process_group: None, or whose statistics are taken together in training: "world", a
+            ProcessGroup, a one-dimensional DeviceMesh or the name of a group. The product is
+            PyTorch's then.
 
     Returns:
         [M, N], contiguous. Its dtype is that of linear's output promoted with scale's, as in the
@@ -92,6 +99,12 @@ def linear_batch_norm(
         num_batches_tracked = None
     statistics = (running_mean, running_var)
     vectors = (bias, scale, *statistics, gamma, beta)
+    group = resolve(process_group) if training and process_group is not None else None
+    if group is not None:
+        _check(input, weight, vectors, of_batch=False)
+        buffers = (*statistics, num_batches_tracked)
+        layer = input, weight, bias, scale, buffers, gamma, beta
+        return _sync_batch_norm.linear_batch_norm(*layer, momentum, eps, activation, group)
     dtype = output_dtype(input, scale)
     path = choose(input, dtype, (*statistics, gamma, beta, bias, scale))
     traced = is_traced()

@@ -21,7 +21,7 @@ ACTIVATION_OF: dict[type, Callable[[Any], str | None]] = {
 # Of classes of torch's that we stand for or look through, before anyone patches them.
 _THEIRS: tuple[Any, ...] = (
     *ACTIVATION_OF,
-    *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )

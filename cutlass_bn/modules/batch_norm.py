@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._activations import ACTIVATIONS, check_activation
 from ..functional._batch_norm import batch_norm_with_counter
 from ._fusible import NORMS
+from ._group import group_of, refuse_subclass
 from ._leaf import Leaf
 from ._subclass import PLAIN, why_not_plain
 
@@ -25,6 +26,7 @@ class ActivatedBatchNorm:
     """A mixin, to stand before torch's class: all that our modules do otherwise than that one."""
 
     activation: str | None = None  # also of modules that were pickled before there was one
+    is_synchronised = False  # over process_group, in training
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         check_activation(activation)
@@ -67,8 +69,10 @@ def normalise(norm: Any, input: Tensor, residual: Tensor | None, activation: str
         weight, bias = norm.weight, norm.bias
         running_mean, running_var = norm.running_mean, norm.running_var
         counter = norm.num_batches_tracked
+    process_group = group_of(norm) if norm.is_synchronised and norm.training else None
     for tensor in (input, residual, weight, bias, running_mean, running_var, counter):
-        if type(tensor) not in PLAIN and why_not_plain(tensor):
+        if type(tensor) not in PLAIN and (subclass := why_not_plain(tensor)):
+            refuse_subclass(process_group, subclass)
             y = nn.modules.batchnorm._BatchNorm.forward(norm, input)
             return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
     # Which statistics are used and which are updated: as in _BatchNorm.forward.
@@ -91,6 +95,7 @@ def normalise(norm: Any, input: Tensor, residual: Tensor | None, activation: str
         momentum,
         norm.eps,
         counter,
+        process_group,
         activation,
         residual,
     )
@@ -126,7 +131,8 @@ class BatchNorm2d(ActivatedBatchNorm, nn.BatchNorm2d, Leaf):
 
     Where the input, a parameter or a buffer is a tensor subclass that stands for other tensors
     (DTensor), torch's own forward runs. `cutlass_bn.explain(module, input)` says so.
-    torch's `convert_sync_batchnorm` knows nothing of an activation here, and drops it.
+    torch's `convert_sync_batchnorm` knows nothing of an activation here, and drops it;
+    `cutlass_bn.convert_sync_batchnorm` keeps it.
     """
 
 

@@ -30,6 +30,8 @@ class BatchNormAct2d(norm_act.BatchNormAct2d, Leaf):
         ValueError: as torch.nn.BatchNorm2d.
     """
 
+    is_synchronised = False  # timm has a class for that
+
     def forward(self, x: Tensor) -> Tensor:
         drop, act = self.drop, self.act
         if is_identity(drop) and not _has_any_global_hook():

@@ -8,12 +8,18 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
 from .._activations import ACTIVATIONS, check_activation
+from ._group import check_group, group_of
 from ._leaf import Leaf
 from ._subclass import PLAIN, why_not_plain
+from .sync_batch_norm import SYNCHRONISED, SyncBatchNorm
 
 _PARAMETERS = frozenset(("weight", "bias"))
 _BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-_LINEAR_FORWARD, _BATCH_NORM_FORWARD = nn.Linear.forward, nn.BatchNorm1d.forward
+# Of each child: which classes it may have, by their forwards before anyone patches them.
+_FORWARDS: dict[str, dict[Any, Any]] = {
+    "gemm": {nn.Linear: nn.Linear.forward},
+    "bn": {norm: norm.forward for norm in (nn.BatchNorm1d, *SYNCHRONISED)},
+}
 
 
 class LinearBatchNorm1d(nn.Module, Leaf):
@@ -21,10 +27,11 @@ class LinearBatchNorm1d(nn.Module, Leaf):
     Hopper GPUs.
 
     Same results, state and errors as the separate modules. Its state is in `gemm` (nn.Linear),
-    `scale` (a parameter [out_features], or None) and `bn` (nn.BatchNorm1d); random numbers are
-    drawn for Linear's weight, its bias, then scale. Children that were replaced, hooked,
-    parametrised or patched are called as they are, unfused; so they are for a 3-D input, of which
-    BatchNorm1d normalises dim 1. `cutlass_bn.explain(module, x)` says what runs.
+    `scale` (a parameter [out_features], or None) and `bn` (nn.BatchNorm1d; with a process_group
+    SyncBatchNorm; torch.nn.SyncBatchNorm, as torch's conversion leaves it, is fused as well).
+    Random numbers are drawn for Linear's weight, its bias, then scale. Children that were replaced,
+    hooked, parametrised or patched are called as they are, unfused; so they are for a 3-D input, of
+    which BatchNorm1d normalises dim 1. `cutlass_bn.explain(module, x)` says what runs.
 
     Args:
         in_features, out_features, bias: as nn.Linear.
@@ -35,8 +42,11 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         ieee_fp32: as in functional.linear_batch_norm, kept in the attribute of that name: float32
             products by cuBLAS SGEMM instead of an emulation of fp32 by three fp16 products on the
             tensor cores.
+        process_group: None, or whose statistics are taken together in training, as in
+            functional.linear_batch_norm.
 
     Raises:
+        TypeError: process_group is no group.
         ValueError: an unknown activation; in the forward, as nn.BatchNorm1d (which counts a batch
             of one row before it refuses it, while here nothing changes).
         RuntimeError: in the forward, an input whose features, channels, dtype or device don't fit.
@@ -60,15 +70,20 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         dtype: torch.dtype | None = None,
         *,
         ieee_fp32: bool = False,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         check_activation(activation)
         self.gemm = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         values = torch.randn(out_features, device=device, dtype=dtype) if scale else None
         self.register_parameter("scale", None if values is None else nn.Parameter(values))
-        self.bn = nn.BatchNorm1d(
-            out_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        check_group(process_group)
+        options = (out_features, eps, momentum, affine, track_running_stats)
+        self.bn: nn.BatchNorm1d | SyncBatchNorm
+        if process_group is None:
+            self.bn = nn.BatchNorm1d(*options, device=device, dtype=dtype)
+        else:
+            self.bn = SyncBatchNorm(*options, process_group, device=device, dtype=dtype)
         self.activation = activation
         self.ieee_fp32 = ieee_fp32
 
@@ -78,6 +93,12 @@ class LinearBatchNorm1d(nn.Module, Leaf):
         if isinstance(self.scale, Tensor):
             nn.init.normal_(self.scale)
         _reset(self.bn)
+
+    @property
+    def process_group(self) -> Any:
+        """Whose statistics are taken together: that of `bn`, None where it is local."""
+        bn: Any = self._modules["bn"]
+        return group_of(bn) if isinstance(bn, SYNCHRONISED) else None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.reason_not_fused(input) is not None:
@@ -116,6 +137,7 @@ class LinearBatchNorm1d(nn.Module, Leaf):
             "activation": self.activation,
             "num_batches_tracked": buffers["num_batches_tracked"] if training and tracked else None,
             "ieee_fp32": self.ieee_fp32,
+            "process_group": group_of(bn) if training and type(bn) in SYNCHRONISED else None,
         }
 
     def reason_not_fused(self, input: Tensor) -> str | None:
@@ -133,13 +155,11 @@ class LinearBatchNorm1d(nn.Module, Leaf):
     def _reason_of_state(self) -> str | None:
         children: dict[str, Any] = self._modules
         gemm, bn = children["gemm"], children["bn"]
-        for name, child, plain, forward in (
-            ("gemm", gemm, nn.Linear, _LINEAR_FORWARD),
-            ("bn", bn, nn.BatchNorm1d, _BATCH_NORM_FORWARD),
-        ):
-            if type(child) is not plain:
-                return f"{name} is a {type(child).__name__}"
-            if plain.forward is not forward:
+        for name, child in (("gemm", gemm), ("bn", bn)):
+            plain, forwards = type(child), _FORWARDS[name]
+            if plain not in forwards:
+                return f"{name} is a {plain.__name__}"
+            if plain.forward is not forwards[plain]:
                 return f"torch.nn.{plain.__name__}.forward is patched"
             if (
                 child._forward_hooks
@@ -157,6 +177,8 @@ class LinearBatchNorm1d(nn.Module, Leaf):
                 for tensor in tensors.values():
                     if type(tensor) not in PLAIN and (subclass := why_not_plain(tensor)):
                         return f"a parameter or buffer of {name} is {subclass}"
+        if type(bn) is SyncBatchNorm and not bn.is_bare():
+            return "bn has an activation"
         if "scale" not in self._parameters:
             return _why_no_parameter(self, "scale", "scale")
         scale = self._parameters["scale"]

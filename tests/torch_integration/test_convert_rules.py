@@ -45,7 +45,6 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "pruned": (lambda: changed(lambda m: prune.l1_unstructured(m, "weight", 0.5)), "pruned"),
     "patched": (lambda: changed(lambda m: setattr(m, "forward", torch.relu)), "patched"),
     "lazy": (lambda: nn.Sequential(nn.LazyBatchNorm2d(), nn.ReLU()), "lazy"),
-    "synchronised": (lambda: nn.Sequential(nn.SyncBatchNorm(3), nn.ReLU()), "SyncBatchNorm"),
     "instance": (lambda: nn.Sequential(nn.InstanceNorm2d(3), nn.ReLU()), "InstanceNorm2d"),
     "subclass": (lambda: nn.Sequential(Norm(3), nn.ReLU()), "Norm"),
     "attribute": (
