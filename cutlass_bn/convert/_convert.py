@@ -97,7 +97,7 @@ def revert(model: M) -> M:
         if is_fusing(module):
             module.__dict__.pop(PLAN, None)
             _become(module, base_of(module))
-        theirs = theirs_of(type(module))
+        theirs = theirs_of(module)
         if theirs is not None and getattr(module, "activation", None) is None:
             become_theirs(module, theirs)
     return model

@@ -36,8 +36,12 @@ def ours_of(cls: type) -> type | None:
     return _OURS.get(cls)
 
 
-def theirs_of(cls: type) -> type | None:
-    """The class that ours is in the place of, or None."""
+def theirs_of(module: Any) -> type | None:
+    """The class that a module's is in the place of, or None."""
+    cls = type(module)
+    if cls in NORMS and cls is not SyncBatchNorm and module.is_synchronised:
+        synchronised: type = sys.modules["timm.layers.norm_act"].SyncBatchNormAct
+        return synchronised
     return cls.__mro__[1] if cls in NORMS and cls not in _OURS.values() else _THEIRS.get(cls)
 
 

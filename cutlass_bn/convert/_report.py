@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules import LinearBatchNorm1d, SyncBatchNorm
+from ..modules import LinearBatchNorm1d
 from ..modules._fusible import LEFT_ALONE, NORMS, activation_of, is_fusible, is_identity
 from ..modules._group import group_of, synchronised_over
 from ._block import plans_of
@@ -49,7 +49,7 @@ def report(model: nn.Module) -> Report:
             found[name] = "left alone: TorchScript"
         elif is_asked_for(module):
             found[name] = fused.get(name) or _alone(name, module, modules, names[module])
-            if type(module) is SyncBatchNorm:
+            if getattr(module, "is_synchronised", False):
                 found[name] += f", {synchronised_over(group_of(module))}"
     return found
 

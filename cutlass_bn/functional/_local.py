@@ -2,8 +2,9 @@
 
 `local_pieces` is the one place that chooses who does: for CPU tensors `cutlass_bn.cpu`, as exact as
 the local layers. For CUDA tensors and in graphs PyTorch's own operations: float32 with vectors [C]
-in float64, sums around a mean that is taken first. They read the input more often than kernels
-would, synchronise nothing, and go into CUDA graphs. Kernels for CUDA are to take their place.
+in float64, sums around a mean that is taken first (the squares of values 1e19 apart overflow). They
+read the input more often than kernels would, synchronise nothing, and go into CUDA graphs. Kernels
+for CUDA are to take their place.
 """
 
 from __future__ import annotations

@@ -95,8 +95,10 @@ def _normalise(
     with torch.no_grad():
         count, mean, var = _group_moments(u, group)
         if count.is_cpu and is_looked_at(u) and count.item() == 1.0:
-            size = f"input size {input.shape} and nothing in other processes, or the reverse"
-            raise ValueError(f"Expected more than 1 value per channel when training, got {size}")
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got 1 over all processes, "
+                f"input size {input.shape} in this one"
+            )
         if scale is not None:
             var = var * scale.double().square()
         rounded = mean.to(wide_dtype(u))

@@ -21,7 +21,7 @@ class Kept:
 
 
 class InGroup:
-    """A mixin: the attribute process_group, None for the world."""
+    """A mixin: the attribute process_group."""
 
     _kept_group: Kept | None = None
 

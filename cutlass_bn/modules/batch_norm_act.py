@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from ._fusible import ACTIVATION_OF, NORMS, activation_of, is_identity
+from ._group import InGroup
 from ._leaf import Leaf
 from .batch_norm import ActivatedBatchNorm, normalise
 
@@ -15,10 +16,11 @@ ACTIVATION_OF[activations.GELU] = lambda module: "gelu"
 
 
 @register_notrace_module
-class BatchNormAct2d(norm_act.BatchNormAct2d, Leaf):
+class BatchNormAct2d(norm_act.BatchNormAct2d, InGroup, Leaf):
     """timm's BatchNormAct2d, act(drop(BatchNorm2d(input))), on kernels of our own: timm's
     constructor, attributes and state dict, and known to timm, as `norm_layer` too.
 
+    Its attribute process_group, which `convert_sync_batchnorm` sets, is None for local statistics.
     ReLU, LeakyReLU (slope 0.01), SiLU and GELU (the erf form) are fused where there is no drop;
     other layers run after the normalisation, as in timm.
 
@@ -30,7 +32,9 @@ class BatchNormAct2d(norm_act.BatchNormAct2d, Leaf):
         ValueError: as torch.nn.BatchNorm2d.
     """
 
-    is_synchronised = False  # timm has a class for that
+    @property
+    def is_synchronised(self) -> bool:
+        return self._kept_group is not None
 
     def forward(self, x: Tensor) -> Tensor:
         drop, act = self.drop, self.act

@@ -271,6 +271,26 @@ def test_a_shared_norm_is_synchronised():
     assert type(convert_sync_batchnorm(nn.Sequential(norm, nn.ReLU(), norm))[2]) is SyncBatchNorm
 
 
+def test_timms_norms_are_synchronised():
+    from vision import timm
+
+    theirs = nn.Sequential(timm.layers.BatchNormAct2d(3), cutlass_bn.BatchNormAct2d(3))
+    for _ in range(2):
+        converted = convert_sync_batchnorm(theirs)
+        for norm in converted:
+            assert type(norm) is cutlass_bn.BatchNormAct2d
+            assert norm.process_group == "world"
+    assert "synchronised over 1 ranks" in explain(converted)["0"]
+    assert copy.deepcopy(converted)[0].process_group == "world"
+    assert pickle.loads(pickle.dumps(converted))[0].is_synchronised
+    x = torch.randn(2, 3, 4, 4)
+    y = copy.deepcopy(converted)(x)
+    reverted = revert(converted)
+    assert all(type(norm) is timm.layers.SyncBatchNormAct for norm in reverted)
+    torch.testing.assert_close(reverted(x), y)
+    assert convert(cutlass_bn.BatchNormAct2d(3)).process_group is None
+
+
 def test_groups_survive():
     norm = nn.SyncBatchNorm(3)
     converted = convert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3, process_group="a"), norm))

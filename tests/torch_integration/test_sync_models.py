@@ -12,6 +12,7 @@ from processes import assert_same_bits, needs_gloo, reports
 from sync_cases import assert_as_whole, assert_near, counted, part_of, place
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -159,6 +160,15 @@ def conversion(device):
     assert cutlass_bn.revert(named).process_group is own
 
 
+def tensors_that_stand_for_others(device):
+    """Of those torch's own forward would take local statistics."""
+    mesh = init_device_mesh(device, (place()[1],))
+    x = distribute_tensor(torch.randn(4, 3, 2, device=device), mesh)
+    norm = SyncBatchNorm(3, device=device)
+    with pytest.raises(NotImplementedError, match="DTensor"):
+        norm(x)
+
+
 def explains(device):
     size = place()[1]
     x = torch.ones(2, 3, 4, 4, device=device)
@@ -251,6 +261,7 @@ EVERYWHERE = (
     a_model_built_before_its_groups_exist,
     copies_and_pickles,
     conversion,
+    tensors_that_stand_for_others,
     explains,
 )
 TASKS = {2: (*EVERYWHERE, compiled, compiled_by_inductor), 4: (subgroups, ddp)}
