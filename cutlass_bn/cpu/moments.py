@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .common import Vector, lies_near, per_channel, vector_dtype
 
-# How many float32 are added up one by one: that errs by 32 * 2^-24 (measured, the worst constant),
-# 8e-6 deviations where the mean is 4 of them away from zero. y may err by 1e-5.
-_VALUES, _REACH = 128, 4.0
+# How many float32 a thread adds up one by one: that errs by 32 * 2^-24 (measured, the worst
+# constant), 8e-6 deviations where the mean is 4 of them away from zero. y may err by 1e-5.
+_VALUES, _REACH = 64, 4.0
 _CACHED = 8192  # float32 of a first-level cache
 # Sums in double are rounded once, by 2^-25 of the mean. The square of that is 1e-9 of the variance
 # here, and 1e-7 at a mean of 1e4.
@@ -54,7 +54,8 @@ class Sums(NamedTuple):
         if x.dtype == torch.float64 or (x.dtype == torch.float32 and area > 1):
             return cls(x, samples, area, samples, _REACH_IN_DOUBLE)
         # Half precision is added up in 16 sums where a sample has that many values.
-        length = _VALUES if area == 1 else max(1, 16 * _VALUES // area)
+        length = _VALUES * min(2, torch.get_num_threads())
+        length = length if area == 1 else max(1, 16 * length // area)
         return cls(x, samples, area, length, _REACH)
 
     def are_short(self) -> bool:
