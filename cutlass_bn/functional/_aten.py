@@ -23,30 +23,17 @@ def batch_norm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    y = _batch_norm(
-        input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum, eps
-    )
-    return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
+    def followed(y: Tensor) -> Tensor:
+        return ACTIVATIONS[activation].forward(y if residual is None else y + residual)
 
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-) -> Tensor:
     if not training or num_batches_tracked is None:
         assert momentum is not None
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        vectors = running_mean, running_var, weight, bias
+        return followed(F.batch_norm(input, *vectors, training, momentum, eps))
     if momentum is not None or running_mean is None or running_var is None:
         y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum or 0.0, eps)
         num_batches_tracked.add_(1)
-        return y
+        return followed(y)
     # A momentum that depends on a tensor would have to be read for F.batch_norm, which no graph can
     # hold: let the batch's statistics take the place of copies, and average then. (An empty batch
     # leaves the copies as they are.)
@@ -57,7 +44,7 @@ def _batch_norm(
     factor = num_batches_tracked.to(device=mean.device, dtype=wide).reciprocal()
     running_mean.add_((mean - running_mean) * factor)
     running_var.add_((var - running_var) * factor)
-    return y
+    return followed(y)
 
 
 def linear_batch_norm(

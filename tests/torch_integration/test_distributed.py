@@ -7,33 +7,21 @@ GPU is enough.
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import os
 import pickle
-import tempfile
-import time
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import everywhere, needs_gloo, reports
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cutlass_bn import BatchNorm2d, LinearBatchNorm1d
 
-PROCESSES = 2
 STEPS = 4
-SECONDS = 150  # for both processes, most of them to import torch on a busy machine
-
-needs_gloo = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this build of torch has no gloo"
-)
 
 
 class Model(nn.Module):
@@ -111,18 +99,12 @@ def counters(model: nn.Module) -> list[int]:
 # What runs in each process.
 
 
-def everywhere(tensor: Tensor) -> list[Tensor]:
-    copies = [torch.empty_like(tensor.cpu()) for _ in range(PROCESSES)]
-    dist.all_gather(copies, tensor.cpu().contiguous())
-    return copies
-
-
 def distribute(ours: bool, device: str, **options) -> DistributedDataParallel:
     return DistributedDataParallel(make_model(ours, device), **options)
 
 
-def trains_to_torchs_weights(rank: int, device: str) -> None:
-    models = {}
+def trains_to_torchs_weights(device: str) -> None:
+    models, rank = {}, dist.get_rank()
     for ours in (True, False):
         models[ours] = model = distribute(ours, device)
         seen = []
@@ -151,13 +133,13 @@ def trains_to_torchs_weights(rank: int, device: str) -> None:
     assert_close(evaluated[:1], evaluated[1:])
 
 
-def two_forwards_before_a_backward(rank: int, device: str) -> None:
+def two_forwards_before_a_backward(device: str) -> None:
     """The second forward's broadcast overwrites buffers between the first and its backward.
 
     On CUDA torch's BatchNorm keeps the running buffers for its backward, which then refuses: its
     model does without the broadcast, on which gradients don't depend.
     """
-    found = []
+    found, rank = [], dist.get_rank()
     for ours in (True, False):
         model = distribute(ours, device, broadcast_buffers=ours)
         first, second = (model(make_batch(step, rank, device)[0]) for step in (0, 1))
@@ -166,8 +148,8 @@ def two_forwards_before_a_backward(rank: int, device: str) -> None:
     assert_close(*found)
 
 
-def accumulates_without_sync(rank: int, device: str) -> None:
-    found = []
+def accumulates_without_sync(device: str) -> None:
+    found, rank = [], dist.get_rank()
     for ours in (True, False):
         model = distribute(ours, device)
         with model.no_sync():
@@ -180,8 +162,8 @@ def accumulates_without_sync(rank: int, device: str) -> None:
     assert_close(*found)
 
 
-def checkpoints_activations(rank: int, device: str) -> None:
-    found = []
+def checkpoints_activations(device: str) -> None:
+    found, rank = [], dist.get_rank()
     for ours in (True, False):
         model = distribute(ours, device)
         train(model, make_optimizer(model), range(2), rank, device, checkpointed=True)
@@ -198,58 +180,11 @@ TASKS = (
 )
 
 
-def _process(rank: int, device: str, folder: str) -> None:
-    """Runs the tasks until one fails, and leaves a file for each: empty, or with the traceback."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
-    # They meet in a file: a port that is free now may be taken when they open it.
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES
-    )
-    for task in TASKS:
-        report = Path(folder, f"{task.__name__}-{rank}")
-        try:
-            task(rank, device)
-        except Exception:
-            report.write_text(traceback.format_exc())
-            raise
-        report.write_text("")
-    dist.destroy_process_group()
-
-
-@functools.cache
-def run_processes(device: str) -> dict[str, str]:
-    """What each task's processes reported. One start for all: importing torch takes longer."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_process, (device, folder), nprocs=PROCESSES, join=False)
-        end = time.monotonic() + SECONDS
-        stopped = f"not done after {SECONDS} s"
-        try:
-            while time.monotonic() < end:
-                if context.join(timeout=1):
-                    break
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            stopped = f"another task failed, or the processes did not start:\n{error}"
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        reports = {}
-        for task in TASKS:
-            files = [Path(folder, f"{task.__name__}-{rank}") for rank in range(PROCESSES)]
-            texts = [file.read_text() for file in files if file.exists()]
-            reports[task.__name__] = "\n".join(filter(None, texts)) or (
-                "" if len(texts) == PROCESSES else stopped
-            )
-        return reports
-
-
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [task.__name__ for task in TASKS])
 def test_two_processes(task, device):
-    report = run_processes(device)[task]
+    report = reports(TASKS, 2, device)[task]
     assert not report, report
 
 
